@@ -90,6 +90,10 @@ def check(config: Config) -> None:
         )
     if config.lora.adapter and not config.lora.rank:
         raise ConfigError("config.lora.adapter: requires config.lora.rank, the adapter's")
+    if config.objective.reward_weight == 0 and config.objective.distill == "none":
+        raise ConfigError(
+            "config.objective.reward_weight=0: leaves nothing to learn from: set config.objective.distill"
+        )
     # The other way round is allowed: the policy is the rounded one, computed in float32.
     if config.model.compute_dtype == "bfloat16" and config.model.sync_dtype == "float32":
         raise ConfigError(

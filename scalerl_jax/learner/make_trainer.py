@@ -14,6 +14,7 @@ from scalerl_jax.model.head import chunk_of
 from scalerl_jax.model.hf import load_hf
 from scalerl_jax.model.lora import BASE, OTHER_BASE, Lora
 from scalerl_jax.model.sharding import MESH_AXES, make_mesh, row_shards
+from scalerl_jax.objective.losses import DIVERGENCES
 
 
 def make_trainer(
@@ -60,6 +61,7 @@ def make_trainer(
             remat=config.model.remat,
             attention=config.model.attention,
             router_replay=rl and config.rollout.router_replay,
+            teacher_k=config.distill.k if objective.distill in DIVERGENCES else 0,
             reference=objective.reference_kl > 0,
             delta_share=config.fleet.max_delta_density if rl and config.model.sync_dtype == "bfloat16" else 0.0,
         ),

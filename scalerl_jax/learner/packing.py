@@ -15,6 +15,20 @@ from scalerl_jax.model.experts import OWN
 
 
 @dataclasses.dataclass(frozen=True)
+class TeacherScores:
+    """A teacher's log-probs of one sequence of t tokens, at temperature 1; the first token, which nothing predicts, has
+    0 and no ids.
+
+    ids: at each token those of the k that are compared there, each once and -1 for none: the teacher's most likely ones
+    or the student's, as the form of distillation wants. None: there are only the log-probs of the sequence itself.
+    """
+
+    logprobs: np.ndarray  # [t] float32, of the sequence's own tokens
+    ids: np.ndarray | None = None  # [t, k] int32
+    top_logprobs: np.ndarray | None = None  # [t, k] float32, of these ids; 0 where there is none
+
+
+@dataclasses.dataclass(frozen=True)
 class Segment:
     """One sequence of t tokens. Weights, advantages and log-probs are per token; the first token's are never used."""
 
@@ -24,6 +38,7 @@ class Segment:
     generator_logprobs: np.ndarray  # [t] float32
     # [t - 1, layers, experts per token] of the tokens that are fed, to be routed to; None: as the router has it
     experts: np.ndarray | None = None
+    teacher: TeacherScores | None = None  # of these tokens; None: the segment has no divergence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +66,8 @@ class MicroBatch:
     generator_logprobs: np.ndarray  # [rows, length] float32
     # [rows, length, layers, experts per token] int16, OWN where the router has its way; None: everywhere
     experts: np.ndarray | None = None
+    teacher_ids: np.ndarray | None = None  # [rows, length, k] int32, -1: none; None: everywhere
+    teacher_logprobs: np.ndarray | None = None  # [rows, length, k] float32, of these ids
 
     def arrays(self) -> dict[str, np.ndarray]:
         every = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -74,16 +91,18 @@ def pack(
     rows: int,
     beside: Sequence[Segment | Elsewhere] = (),
     routed: tuple[int, int] | None = None,
+    teacher_k: int = 0,
     most: int | None = None,
 ) -> tuple[list[MicroBatch], list[Place]]:
     """Packs segments into micro-batches of [rows, length].
 
     most: segments of a row; None: any number.
     routed: layers, experts per token: the micro-batches tell the segments' experts; None: they do not.
+    teacher_k: ids at each position: the micro-batches hold those of the segments' teachers; 0: they do not.
     beside: segments that take what room the others leave, and rows of their own beyond it: those lie where they would
     lie without.
     Returns: (micro-batches, the place of each segment in the order given, those beside after the others).
-    Raises ValueError naming a segment that does not fit into a row.
+    Raises ValueError naming a segment that does not fit into a row, or whose teacher has more ids.
     """
     first, segments = len(segments), [*segments, *beside]
     positions = [positions_of(segment) for segment in segments]
@@ -101,6 +120,8 @@ def pack(
         **{name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids", "targets")},
         **{name: np.zeros(shape, np.float32) for name in ("weights", "advantages", "generator_logprobs")},
         experts=None if routed is None else np.full((*shape, *routed), OWN, np.int16),
+        teacher_ids=np.full((*shape, teacher_k), -1, np.int32) if teacher_k else None,
+        teacher_logprobs=np.zeros((*shape, teacher_k), np.float32) if teacher_k else None,
     )
     used = [0] * row_count
     places = []
@@ -120,9 +141,23 @@ def pack(
         whole.generator_logprobs[at] = segment.generator_logprobs[1:]
         if whole.experts is not None and segment.experts is not None:
             whole.experts[at] = segment.experts
+        if whole.teacher_ids is not None and whole.teacher_logprobs is not None and segment.teacher is not None:
+            _copy_teacher(i, segment.teacher, whole.teacher_ids[at], whole.teacher_logprobs[at])
     arrays = whole.arrays()
     cut = [MicroBatch(**{k: v[b * rows : (b + 1) * rows] for k, v in arrays.items()}) for b in range(batches)]
     return cut, places
+
+
+def _copy_teacher(i: int, teacher: TeacherScores, ids: np.ndarray, logprobs: np.ndarray) -> None:
+    """Into segment i's part of a row: [positions, teacher_k] each."""
+    assert teacher.ids is not None and teacher.top_logprobs is not None, "the segment's teacher has no ids"
+    wanted = teacher.ids.shape[1]
+    if wanted > ids.shape[1]:
+        raise ValueError(
+            f"segment {i}: its teacher has {wanted} ids at a token, above {ids.shape[1]} (config.distill.k)"
+        )
+    ids[:, :wanted] = teacher.ids[1:]
+    logprobs[:, :wanted] = teacher.top_logprobs[1:]
 
 
 def first_fit(

@@ -47,7 +47,11 @@ def test_an_adapter_is_trained_served_and_exported(tmp_path, flags, start):
     ])  # fmt: skip
 
     done = run_command(
-        "scalerl_jax.evaluate", f"--workdir={run.workdir}", "--steps=4", "--samples=2", f"--out={tmp_path / 'evaluated'}"
+        "scalerl_jax.evaluate",
+        f"--workdir={run.workdir}",
+        "--steps=4",
+        "--samples=2",
+        f"--out={tmp_path / 'evaluated'}",
     )
     assert done.returncode == 0, done.stderr
 
