@@ -184,9 +184,6 @@ class Trainer:
         def score(params: Params, frozen: Params, batch: dict[str, jax.Array]) -> Any:
             return self._scored(self._policy(params, frozen), batch)[0]
 
-        def score_reference(params: Params, batch: dict[str, jax.Array]) -> Any:
-            return self._scored(params, batch)[0]
-
         def apply(state: State, grads: Params, numbers: Mapping[str, jax.Array]) -> tuple[State, jax.Array]:
             adamw = optimizer_lib.adamw(numbers)
             updates, opt_state = adamw.update(grads, state["opt_state"], state["params"])
@@ -201,7 +198,7 @@ class Trainer:
         self._programs: dict[Form, _Program] = {}
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(self.shardings, whole))
         self._score = jax.jit(score, out_shardings=self._read)
-        self._score_reference = jax.jit(score_reference, out_shardings=batches)
+        self._score_reference = jax.jit(lambda *given: self._scored(*given)[0], out_shardings=batches)
         self._zeros = jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p), out_shardings=self.shardings["params"])
         self._to_sync = jax.jit(lambda *params: to_hf(self._policy(*params), decoder, precision.sync))
         self._init_optimizer = jax.jit(

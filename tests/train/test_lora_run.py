@@ -3,7 +3,6 @@
 Costs a minute and a half: three starts of a trainer and its servers, an evaluation.
 """
 
-import json
 import os
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from scalerl_jax.model import load_hf
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.lora import Lora, read_adapter
+from scalerl_jax.system.files import read_object
 from tests.support.processes import run_command
 from tests.support.runs import config_of
 
@@ -60,4 +60,4 @@ def test_an_adapter_is_trained_served_and_exported(tmp_path, flags, start):
     assert further.metrics[0]["mismatch"] < 1e-4
     other = start(tmp_path / "other", *flags, f"--config.lora.adapter={adapter}", "--config.lora.alpha=8")
     assert other.wait() == 2 and "lora_alpha is 32.0, config.lora.alpha=8" in other.output.splitlines()[-1]
-    assert json.loads(open(os.path.join(adapter, "adapter_config.json")).read())["base_model_name_or_path"] == model
+    assert read_object(os.path.join(adapter, "adapter_config.json"))["base_model_name_or_path"] == model
