@@ -55,8 +55,7 @@ def test_log_probabilities_are_those_of_transformers(shared: Any) -> None:
                 assert version == Version(0, 0) and scored[0] == 0
                 np.testing.assert_allclose(scored[len(PROMPT) :], expected, atol=TOLERANCE)
             tokens = np.concatenate([PROMPT, completion.token_ids])
-            rows, _ = reference.feed(tokens)
-            rows = rows.log_softmax(-1).numpy()[len(PROMPT) - 1 : -1]  # of the completion's tokens
+            rows = reference.feed(tokens[:-1], experts=completion.experts)[0].numpy()[len(PROMPT) - 1 :]
             targets = np.random.default_rng(0).integers(-1, shared.vllm.config.vocab_size, (len(rows), 3))
             scores = await served.scores(ScoreRequest(tokens, len(PROMPT), 7, targets))
             told = np.where(targets < 0, 0, np.take_along_axis(rows, np.maximum(targets, 0), axis=1))
