@@ -368,7 +368,7 @@ def test_score_is_the_trainers_forward_pass(folder):
 @pytest.mark.slow
 def test_scores_at_the_edges_of_what_is_compiled():
     """Of a vocabulary that is sorted in blocks: lengths around a bucket's, first places around a chunk's."""
-    config = tiny(vocabulary=2_000)
+    config = tiny(vocabulary=2_000, tied=False)
     longest, named = 2 * SMALLEST + 70, random_tensors(config, 0)
     scorer = Scorer(config, decode_precision(Precision(), "cpu"), longest=longest)
     scorer.compile(abstract_weights(config, Precision()))
