@@ -32,7 +32,7 @@ from rollout_server.engines.request_queue import QueuedEngine, RequestQueue
 from rollout_server.engines.sequence import Sequence
 from rollout_server.engines.vllm.adapter import Vllm
 from rollout_server.engines.vllm.shared_memory import SharedMemory
-from scalerl_jax.contract.codec import Completion, GroupRequest, Version
+from scalerl_jax.contract.codec import Completion, GroupRequest, ScoreRequest, Scores, Version
 
 # How often a version is written before this server is given up.
 LOAD_ATTEMPTS = 3
@@ -86,11 +86,11 @@ class VllmEngine(QueuedEngine):
                 if self._queue.may_swap(version):
                     return await self._swap(version, tensors, changes)
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, Version]:
-        check_score(token_ids, self.info)
+    async def score(self, request: ScoreRequest) -> tuple[Scores, Version]:
+        check_score(request, self.info)
         async with self._lock:
             self._raise_if_over()
-            return await self._vllm.score(token_ids), self._queue.version
+            return await self._vllm.score(request), self._queue.version
 
     def status(self) -> EngineStatus:
         self._count_busy()
