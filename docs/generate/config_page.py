@@ -29,6 +29,7 @@ GROUPS = {
     "[advantages](../algorithms/advantages.md).",
     "distill": "The teacher to learn from. See [distillation](../algorithms/distillation.md).",
     "optimizer": "AdamW.",
+    "lora": "An adapter in place of the whole policy. See [adapters](../how_to/adapters.md).",
     "learner": "How the update lies on the trainer's devices. See [memory](../how_to/memory.md) and "
     "[many hosts](../how_to/many_hosts.md).",
     "pacing": "How far generators may run ahead. See [pacing](../algorithms/pacing.md).",
