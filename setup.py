@@ -82,6 +82,7 @@ EXTRAS = {
         "hypothesis>=6.130",
         "kubernetes-validate>=1.33",  # the schemas that rendered files are held against
         "mypy>=2.0",
+        "peft>=0.18",  # loads what is exported of an adapter
         "playwright>=1.60",  # drives the Chromium that the machine has; it brings none
         "prometheus-client>=0.21",
         "promql-parser>=0.5",  # reads the dashboard's queries
