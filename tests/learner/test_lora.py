@@ -1,4 +1,4 @@
-"""An adapter in the trainer: what is trained, what is sent, what is saved, and PEFT's files. About 5 CPU seconds."""
+"""An adapter in the trainer: what is trained, what is sent, what is saved, and PEFT's files. About 5 CPU seconds, and as many of slow tests."""
 
 import json
 import pathlib
@@ -88,6 +88,7 @@ def test_memory_is_that_of_the_adapter_and_one_rounded_policy() -> None:
     assert own.sent == all_of_it.sent == 2 * parameters
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_frozen_policy_and_refuses_another(tmp_path: pathlib.Path) -> None:
     one, other = adapted(), adapted()
     checkpoints = restored(one, tmp_path)
@@ -103,6 +104,7 @@ def test_a_run_goes_on_with_the_frozen_policy_and_refuses_another(tmp_path: path
         restored(adapted(), tmp_path, seed=1)
 
 
+@pytest.mark.slow
 def test_the_reference_of_a_new_adapter_is_the_frozen_policy(tmp_path: pathlib.Path) -> None:
     trainer = trainer_of(DECODER, LAYOUT, precision=BFLOAT16, lora=lora(), reference_kl=0.3)
     restored(trainer, tmp_path).close()
