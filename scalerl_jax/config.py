@@ -263,6 +263,18 @@ class ObjectiveConfig:
     reference_kl: NotNegative[float] = 0.0
     # Coefficient of the policy's entropy in nats, subtracted from the loss. 0 is off.
     entropy_bonus: NotNegative[float] = 0.0
+    # On-policy distillation, what is learned from a teacher: nothing; its log-prob of each sampled token, as an advantage
+    # (sampled); its top distill.k tokens, by the forward KL (topk_forward); the student's top distill.k tokens, by the
+    # reverse KL (student_topk).
+    distill: Literal["none", "sampled", "topk_forward", "student_topk"] = "none"
+    distill_weight: Positive[float] = 1.0  # Coefficient of the divergence from the teacher, in nats.
+    # Coefficient of the rewards' advantages. 0 beside distill: only the teacher is learned from.
+    reward_weight: NotNegative[float] = 1.0
+
+
+@dataclasses.dataclass
+class DistillConfig:
+    k: Positive[int] = 20  # Tokens at each position that topk_forward and student_topk compare.
 
 
 @dataclasses.dataclass
@@ -404,6 +416,7 @@ class Config:
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
+    distill: DistillConfig = dataclasses.field(default_factory=DistillConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
     pacing: PacingConfig = dataclasses.field(default_factory=PacingConfig)

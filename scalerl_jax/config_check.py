@@ -88,6 +88,8 @@ def check(config: Config) -> None:
             f"config.objective.tis_cap={config.objective.tis_cap:g}: config.objective.loss=cispo has a "
             f"cap on the ratio already, config.objective.max_ratio={config.objective.max_ratio:g}: lower that"
         )
+    if config.objective.reward_weight == 0 and config.objective.distill == "none":
+        raise ConfigError("config.objective.reward_weight=0: leaves nothing to learn from: set config.objective.distill")
     # The other way round is allowed: the policy is the rounded one, computed in float32.
     if config.model.compute_dtype == "bfloat16" and config.model.sync_dtype == "float32":
         raise ConfigError(

@@ -59,7 +59,7 @@ import numpy as np
 from scalerl_jax.config import ObjectiveConfig
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments.base import Row, Score
-from scalerl_jax.learner.packing import Segment
+from scalerl_jax.learner.packing import Segment, TeacherScores
 from scalerl_jax.objective import advantages, token_weights, turn_advantages
 
 
@@ -74,6 +74,10 @@ class Group(Protocol):
 
     @property
     def scores(self) -> Sequence[Score]: ...
+
+    @property
+    def teachers(self) -> Sequence[Sequence[TeacherScores]] | None:
+        """Of each completion, one for each of its branches: of the branch's prompt and tokens. None: no teacher."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,20 @@ from scalerl_jax.model.experts import OWN
 
 
 @dataclasses.dataclass(frozen=True)
+class TeacherScores:
+    """A teacher's log-probs of one sequence of t tokens, at temperature 1; the first token, which nothing predicts, has
+    0 and no ids.
+
+    ids: at each token those of the k that are compared there, each once and -1 for none: the teacher's most likely ones
+    or the student's, as the form of distillation wants. None: there are only the log-probs of the sequence itself.
+    """
+
+    logprobs: np.ndarray  # [t] float32, of the sequence's own tokens
+    ids: np.ndarray | None = None  # [t, k] int32
+    top_logprobs: np.ndarray | None = None  # [t, k] float32, of these ids; 0 where there is none
+
+
+@dataclasses.dataclass(frozen=True)
 class Segment:
     """One sequence of t tokens. Weights, advantages and log-probs are per token; the first token's are never used."""
 
@@ -24,6 +38,7 @@ class Segment:
     generator_logprobs: np.ndarray  # [t] float32
     # [t - 1, layers, experts per token] of the tokens that are fed, to be routed to; None: as the router has it
     experts: np.ndarray | None = None
+    teacher: TeacherScores | None = None  # of these tokens; None: the segment has no divergence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +66,8 @@ class MicroBatch:
     generator_logprobs: np.ndarray  # [rows, length] float32
     # [rows, length, layers, experts per token] int16, OWN where the router has its way; None: everywhere
     experts: np.ndarray | None = None
+    teacher_ids: np.ndarray | None = None  # [rows, length, k] int32, -1: none; None: everywhere
+    teacher_logprobs: np.ndarray | None = None  # [rows, length, k] float32, of these ids
 
     def arrays(self) -> dict[str, np.ndarray]:
         every = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -26,6 +26,7 @@ from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments import Row, Score
 from scalerl_jax.environments.agent import AgentRun
 from scalerl_jax.environments.episode import Part, Trajectory
+from scalerl_jax.learner.packing import TeacherScores
 from scalerl_jax.rollouts import pacing as pacing_lib
 
 
@@ -51,6 +52,8 @@ class FinishedGroup:
     finished_at: float
     # By index, and of each its branches: which process sampled it, or its turns.
     servers: tuple[tuple[tuple[Part, ...], ...], ...] = ()
+    # By index, and of each its branches: of the branch's prompt and tokens. None: the row has no teacher.
+    teachers: tuple[tuple[TeacherScores, ...], ...] | None = None
 
 
 class Call(NamedTuple):

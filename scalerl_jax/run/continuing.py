@@ -35,6 +35,7 @@ GROUPS = {
     "sft": WARM,
     "curriculum": BOUND,
     "objective": BOUND,
+    "distill": BOUND,
     "optimizer": BOUND,
 }
 FIELDS = {

@@ -17,6 +17,7 @@ class Group:
     row: Row
     completions: tuple[Completion, ...]
     scores: tuple[Score, ...]
+    teachers: tuple[tuple[TeacherScores, ...], ...] | None = None
 
 
 def completion(index, tokens, *, versions=None, forced=(), finish_reason="stop"):
