@@ -89,6 +89,7 @@ class Calls:
         self._calls: dict[RolloutRequest, _Call] = {}  # the oldest first
         self._closed = False
         self._repeats = False  # it has sent a completion twice
+        self.scores = 0  # sequences that it is asked to score now
         self.finishes: collections.deque[float] = collections.deque(maxlen=4096)  # times of the last completions
 
     @property
@@ -133,6 +134,23 @@ class Calls:
         patience = self._context.requests.turn_tokens / config.slowest_tokens_per_second + config.stall_seconds
         self._calls[rollout] = _Call(patience)
         return self._completions(rollout)
+
+    async def score(self, request: codec.ScoreRequest, *, seconds: float) -> codec.Scores | None:
+        """By the policy that it holds. None: its answer breaks the contract, and it is turned away.
+
+        Raises grpc.aio.AioRpcError as the call does.
+        """
+        self.scores += 1
+        try:
+            reply = await self._stub.Score(codec.score_request_to_proto(request), timeout=seconds)
+            if reply is None:
+                raise ValueError("scores that cannot be decoded")
+            return codec.scores_from_proto(reply, request, vocabulary=self._context.servers.vocabulary)
+        except ValueError as error:
+            self._server.reject(f"server {self._server.address} breaks the contract: {error}")
+            return None
+        finally:
+            self.scores -= 1
 
     def excuse(self, seconds: float, *, now: float) -> None:
         """Extends the deadlines by `seconds`: the trainer itself was stalled."""
