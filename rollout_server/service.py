@@ -1,13 +1,13 @@
 """The rollout contract over an engine: what contract/rollout.proto promises, on grpc.aio.
 
     RolloutServer    a port with RolloutService, health and reflection behind it, from start to stop
-    RolloutService   the four calls (behind guard.py, which every call of every service passes):
+    RolloutService   the five calls (behind guard.py, which every call of every service passes):
 
         Status        counters of the engine and of this file
         Generate      one pump task per call moves completions from the engine to the call's outbox; ending the pump
                       frees the slots, whatever the client does or does not read
         PushWeights   weight_push.py
-        Score         a bounded number at a time, see `bounds`
+        Score, ScoreMany   a bounded number at a time, see `bounds`; of a ScoreMany call one sequence after another
 
 Everything runs on one event loop, so the state below needs no locks; what matters is that nothing is awaited between a
 check and the act that relies on it. What a client says is bounded before anything is done in proportion to it. An error
@@ -36,8 +36,11 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.limits import SERVER_OPTIONS
 from scalerl_jax.contract.security import OPEN, Access
 
-# Score calls that may wait for the engine at once: each holds a whole sequence.
+# Score calls that may wait for the engine at once, and ScoreMany calls: each holds a whole sequence, and no more.
 MAXIMUM_SCORES = 8
+
+# A ScoreMany call that sends nothing for so long gives its place to others.
+SCORE_STALL_SECONDS = 60.0
 
 # Versions that may be on their way here at once: the trainer's, and those of trainers that are not quite gone.
 MAXIMUM_PUSHES = 16
@@ -147,12 +150,23 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreReply:
         try:
-            token_ids = codec.decode_ids(request.token_ids)
-            check_score(token_ids, self._engine.info)
-            logprobs, version = await self._engine.score(token_ids)
+            sequence = codec.score_request_from_proto(request)
+            check_score(sequence, self._engine.info)
+            return codec.scores_to_proto(*await self._engine.score(sequence))
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        return pb.ScoreReply(logprobs=codec.encode_floats(logprobs), version=codec.version_to_proto(version))
+
+    async def ScoreMany(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(SCORE_STALL_SECONDS):
+                    request = await context.read()
+            except TimeoutError:
+                why = f"no request has come for {SCORE_STALL_SECONDS:g} s"
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, why)
+            if request is grpc.aio.EOF:
+                return
+            await context.write(await self.Score(request, context))
 
 
 class RolloutServer:
@@ -231,7 +245,7 @@ def bounds(info: EngineInfo) -> dict[str, Bound]:
     methods = {
         "Status": Bound(SPARE_CALLS, 2**12),
         "Generate": Bound(places + SPARE_CALLS, 2**16 + token_bytes + 64 * places),
-        "Score": Bound(MAXIMUM_SCORES, 2**12 + token_bytes),
+        **dict.fromkeys(("Score", "ScoreMany"), Bound(MAXIMUM_SCORES, 2**12 + token_bytes * (1 + info.maximum_top_k))),
         "PushWeights": Bound(MAXIMUM_PUSHES, limits.MAXIMUM_REQUEST_BYTES),
     }
     return {f"/{rpc.SERVICE}/{name}": bound for name, bound in methods.items()}

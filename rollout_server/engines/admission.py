@@ -6,7 +6,7 @@ import numpy as np
 
 from rollout_server.engines.engine import EngineInfo
 from scalerl_jax.contract import limits
-from scalerl_jax.contract.codec import GroupRequest
+from scalerl_jax.contract.codec import GroupRequest, ScoreRequest
 
 # The widest a request may be; fixed, because an engine that compiles its shapes has them in there.
 LONGEST_PHRASE = 128
@@ -63,11 +63,15 @@ def check_places(group: str, completions: int, info: EngineInfo) -> None:
         raise ValueError(f"group {group!r}: {completions} completions, slots and queue hold {places}")
 
 
-def check_score(token_ids: np.ndarray, info: EngineInfo) -> None:
-    """Raises ValueError on tokens that cannot be scored."""
-    if not 0 < len(token_ids) <= info.maximum_tokens:
-        raise ValueError(f"{len(token_ids)} tokens to score, not within 1 and {info.maximum_tokens}")
-    _check_ids("token ids to score", token_ids, info)
+def check_score(request: ScoreRequest, info: EngineInfo) -> None:
+    """Raises ValueError on a sequence that cannot be scored as it is asked."""
+    if not 0 < len(request.token_ids) <= info.maximum_tokens:
+        raise ValueError(f"{len(request.token_ids)} tokens to score, not within 1 and {info.maximum_tokens}")
+    for what, most in (("top ids", request.top_k), ("target ids", request.target_ids.shape[1])):
+        if most > info.maximum_top_k:
+            raise ValueError(f"{most} {what} a token, at most {info.maximum_top_k} are possible")
+    _check_ids("token ids to score", request.token_ids, info)
+    _check_ids("target ids that are not -1 and", request.target_ids[request.target_ids != -1], info)
 
 
 def _check_ids(what: str, ids: np.ndarray, info: EngineInfo) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from scalerl_jax.contract.codec import Completion, GroupRequest, Version
+from scalerl_jax.contract.codec import Completion, GroupRequest, ScoreRequest, Scores, Version
 from scalerl_jax.contract.weight_delta import Change
 
 
@@ -75,6 +75,7 @@ class EngineInfo:
     sync_dtype: str = "float32"
     devices: int = 1
     router_replay: bool = False  # tells the experts of completions, where a request asks for them
+    maximum_top_k: int = 0  # top and target ids of a token that `score` tells
 
 
 # By tensor's name. None: it may differ anywhere. A tensor that is not named is as it was, to the bit.
@@ -115,8 +116,8 @@ class Engine(Protocol):
         """
         ...
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, Version]:
-        """Teacher-forced log-probs [tokens] float32 at temperature 1 (the first is 0), and the version they are of."""
+    async def score(self, request: ScoreRequest) -> tuple[Scores, Version]:
+        """Teacher-forced log-probabilities, and the version they are of. Raises ValueError as check_score does."""
         ...
 
     def status(self) -> EngineStatus:

@@ -3,7 +3,7 @@
 from rollout_server.engines.engine import EngineInfo, EngineOptions
 from scalerl_jax.contract.codec import expert_dtype
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
-from scalerl_jax.contract.limits import MAXIMUM_MESSAGE_BYTES
+from scalerl_jax.contract.limits import MAXIMUM_MESSAGE_BYTES, MAXIMUM_SCORE_IDS, MAXIMUM_TOP_K
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.tensor_layout import hf_tensors
 
@@ -18,8 +18,11 @@ def engine_info(
     # What has one name in both means the same.
     fields = {name: value for name, value in vars(options).items() if name in EngineInfo.__dataclass_fields__}
     if config is not None:
+        longest = min(options.maximum_tokens, config.max_positions)
+        targets = MAXIMUM_SCORE_IDS // longest - 1  # of each token, in a request that has the tokens, too
         fields |= {
-            "maximum_tokens": min(options.maximum_tokens, config.max_positions),
+            "maximum_tokens": longest,
+            "maximum_top_k": max(0, min(config.vocab_size, MAXIMUM_TOP_K, targets)),
             "tensors": hf_tensors(config),
             "vocabulary": config.vocab_size,
             "model_config": config.canonical_json(),

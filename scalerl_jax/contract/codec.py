@@ -7,6 +7,7 @@ Left out on purpose: nothing here knows an engine or a trainer; numpy and protob
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -132,6 +133,31 @@ class Completion:
     def sampled_ids(self) -> np.ndarray:
         """All that was sampled, of every branch: [tokens] int32."""
         return np.concatenate([branch.token_ids[branch.sampled()] for branch in self.branches])
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreRequest:
+    """A sequence to score from the token at place `first` on: n = tokens - first of them."""
+
+    token_ids: np.ndarray  # [tokens] int32
+    first: int = 0
+    top_k: int = 0
+    target_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # [n, k]; -1: none
+
+    def __post_init__(self) -> None:
+        if not self.target_ids.size:  # k is 0
+            none = np.zeros((max(0, len(self.token_ids) - self.first), 0), np.int32)
+            object.__setattr__(self, "target_ids", none)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Of those n tokens, each given the ones before it, at temperature 1. At place 0: 0, and -1 for the ids."""
+
+    logprobs: np.ndarray  # [n] float32
+    top_ids: np.ndarray  # [n, top_k] int32, the most likely first
+    top_logprobs: np.ndarray  # [n, top_k] float32
+    target_logprobs: np.ndarray  # [n, k] float32; 0 where there is no target
 
 
 def encode_ids(ids: Sequence[int] | np.ndarray) -> bytes:
@@ -288,3 +314,61 @@ def _check_cover(name: str, versions: Iterable[tuple[int, int, int]], tokens: in
         at, latest = end, step
     if at != tokens:
         raise ValueError(f"{name}: version spans end at {at} of {tokens} tokens")
+
+
+def score_request_to_proto(request: ScoreRequest) -> pb.ScoreRequest:
+    ids = {name: encode_ids(getattr(request, name)) for name in ("token_ids", "target_ids")}
+    return pb.ScoreRequest(**ids, first=request.first, top_k=request.top_k)
+
+
+def score_request_from_proto(message: pb.ScoreRequest) -> ScoreRequest:
+    """Raises ValueError on bytes that are not so many ids. Whether it can be served, its server says."""
+    token_ids, first, targets = decode_ids(message.token_ids), message.first, len(message.target_ids)
+    if first >= max(len(token_ids), 1):
+        raise ValueError(f"first is {first}, of {len(token_ids)} tokens to score")
+    rows = len(token_ids) - first
+    if targets % (4 * max(rows, 1)):
+        raise ValueError(f"{targets} bytes of target ids, not as many int32s for each of {rows} tokens")
+    target_ids = decode_ids(message.target_ids).reshape(max(rows, 1), -1)
+    return ScoreRequest(token_ids, first, message.top_k, target_ids)
+
+
+def scores_to_proto(scores: Scores, version: Version) -> pb.ScoreReply:
+    return pb.ScoreReply(
+        logprobs=encode_floats(scores.logprobs),
+        version=version_to_proto(version),
+        top_ids=encode_ids(scores.top_ids),
+        top_logprobs=encode_floats(scores.top_logprobs),
+        target_logprobs=encode_floats(scores.target_logprobs),
+    )
+
+
+def scores_from_proto(message: pb.ScoreReply, request: ScoreRequest, *, vocabulary: int) -> Scores:
+    """Raises ValueError, in one line, on a reply that breaks the contract: it must not reach the loss."""
+    rows, targets = len(request.token_ids) - request.first, request.target_ids
+    top = (rows, request.top_k)
+    shapes = {"logprobs": (rows,), "top_ids": top, "top_logprobs": top, "target_logprobs": (rows, targets.shape[1])}
+    arrays: dict[str, np.ndarray] = {}
+    for name, shape in shapes.items():
+        data, decode = getattr(message, name), decode_ids if name == "top_ids" else decode_floats
+        if len(data) != 4 * math.prod(shape):
+            raise ValueError(f"scores: {len(data)} bytes of {name}, which are {list(shape)} numbers of 4 bytes")
+        arrays[name] = decode(data).reshape(shape)
+        if name != "top_ids" and not (np.isfinite(arrays[name]) & (arrays[name] <= 1e-3)).all():
+            raise ValueError(f"scores: {name} that are not finite or above 0")
+    scores, start = Scores(**arrays), int(request.first == 0)
+    ids, logprobs, targeted = scores.top_ids[start:], scores.top_logprobs[start:], scores.target_logprobs
+    wrong = {
+        "numbers for the first token, which nothing predicts": bool(start) and (
+            scores.logprobs[0] or (scores.top_ids[0] != -1).any() or scores.top_logprobs[0].any() or targeted[:1].any()
+        ),
+        f"top_ids outside [0, {vocabulary})": ids.size and not (ids.min() >= 0 and ids.max() < vocabulary),
+        "top_ids with an id twice for one token": (np.diff(np.sort(ids)) == 0).any(),
+        "top_logprobs that do not descend": (np.diff(logprobs) > 0).any(),
+        "top_logprobs of more than all of the mass": (np.exp(logprobs).sum(axis=1) > 1 + 1e-3).any(),
+        "target_logprobs where there is no target": targeted.size and targeted[targets < 0].any(),
+    }  # fmt: skip
+    for what, is_so in wrong.items():
+        if is_so:
+            raise ValueError(f"scores: {what}")
+    return scores

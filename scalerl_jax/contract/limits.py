@@ -20,6 +20,11 @@ MAXIMUM_BLOCKS = 1024
 # The name of a group comes back with every completion of it.
 MAXIMUM_NAME_CHARACTERS = 512
 
+# Top ids of a token that is scored, and targets. A request holds its tokens' ids and targets (16 MiB), and a reply what
+# is told of as many (48 MiB).
+MAXIMUM_TOP_K = 512
+MAXIMUM_SCORE_IDS = MAXIMUM_CHUNK_BYTES // 4
+
 # Temperatures at which every engine's float32 log-probabilities are finite, and of the distribution asked for: below,
 # vLLM samples at another one. And the share of the mass under which its threshold is lost among the denormals.
 TEMPERATURES = (0.01, 100.0)

@@ -230,25 +230,37 @@ class WeightReply(_message.Message):
     def __init__(self, resend: _Optional[int] = ..., applied: _Optional[_Union[WeightReply.Applied, _Mapping]] = ..., refused: _Optional[str] = ..., full_sync: _Optional[str] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("token_ids",)
+    __slots__ = ("token_ids", "first", "top_k", "target_ids")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TARGET_IDS_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
-    def __init__(self, token_ids: _Optional[bytes] = ...) -> None: ...
+    first: int
+    top_k: int
+    target_ids: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ..., first: _Optional[int] = ..., top_k: _Optional[int] = ..., target_ids: _Optional[bytes] = ...) -> None: ...
 
 class ScoreReply(_message.Message):
-    __slots__ = ("logprobs", "version")
+    __slots__ = ("logprobs", "version", "top_ids", "top_logprobs", "target_logprobs")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     logprobs: bytes
     version: Version
-    def __init__(self, logprobs: _Optional[bytes] = ..., version: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...
+    top_ids: bytes
+    top_logprobs: bytes
+    target_logprobs: bytes
+    def __init__(self, logprobs: _Optional[bytes] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., top_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ..., target_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("server_id", "engine", "version", "model_config", "tokenizer_fingerprint", "compute_dtype", "head_dtype", "sync_dtype", "devices", "slots", "busy_slots", "queue_capacity", "queued", "maximum_tokens", "sampled_tokens", "forced_tokens", "prefill_tokens", "up_seconds", "busy_seconds", "pause_seconds", "versions_applied", "chunks_refused", "head_precision", "router_replay", "reused_tokens")
+    __slots__ = ("server_id", "engine", "version", "model_config", "tokenizer_fingerprint", "compute_dtype", "head_dtype", "sync_dtype", "devices", "slots", "busy_slots", "queue_capacity", "queued", "maximum_tokens", "sampled_tokens", "forced_tokens", "prefill_tokens", "up_seconds", "busy_seconds", "pause_seconds", "versions_applied", "chunks_refused", "head_precision", "router_replay", "reused_tokens", "maximum_top_k")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +286,7 @@ class StatusReply(_message.Message):
     HEAD_PRECISION_FIELD_NUMBER: _ClassVar[int]
     ROUTER_REPLAY_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAXIMUM_TOP_K_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     engine: str
     version: Version
@@ -299,4 +312,5 @@ class StatusReply(_message.Message):
     head_precision: str
     router_replay: bool
     reused_tokens: int
-    def __init__(self, server_id: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., model_config: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., head_dtype: _Optional[str] = ..., sync_dtype: _Optional[str] = ..., devices: _Optional[int] = ..., slots: _Optional[int] = ..., busy_slots: _Optional[int] = ..., queue_capacity: _Optional[int] = ..., queued: _Optional[int] = ..., maximum_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., up_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ..., versions_applied: _Optional[int] = ..., chunks_refused: _Optional[int] = ..., head_precision: _Optional[str] = ..., router_replay: bool = ..., reused_tokens: _Optional[int] = ...) -> None: ...
+    maximum_top_k: int
+    def __init__(self, server_id: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., model_config: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., head_dtype: _Optional[str] = ..., sync_dtype: _Optional[str] = ..., devices: _Optional[int] = ..., slots: _Optional[int] = ..., busy_slots: _Optional[int] = ..., queue_capacity: _Optional[int] = ..., queued: _Optional[int] = ..., maximum_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., up_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ..., versions_applied: _Optional[int] = ..., chunks_refused: _Optional[int] = ..., head_precision: _Optional[str] = ..., router_replay: bool = ..., reused_tokens: _Optional[int] = ..., maximum_top_k: _Optional[int] = ...) -> None: ...

@@ -54,6 +54,11 @@ class RolloutStub(object):
                 request_serializer=scalerl__jax_dot_contract_dot_rollout__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=scalerl__jax_dot_contract_dot_rollout__pb2.ScoreReply.FromString,
                 _registered_method=True)
+        self.ScoreMany = channel.stream_stream(
+                '/scalerl.v1.Rollout/ScoreMany',
+                request_serializer=scalerl__jax_dot_contract_dot_rollout__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=scalerl__jax_dot_contract_dot_rollout__pb2.ScoreReply.FromString,
+                _registered_method=True)
 
 
 class RolloutServicer(object):
@@ -105,7 +110,17 @@ class RolloutServicer(object):
 
     def Score(self, request, context):
         """Teacher-forced log-probabilities of given tokens under the weights held now, temperature 1.
-        RESOURCE_EXHAUSTED: too many are waiting already. INVALID_ARGUMENT: no tokens, or more than maximum_tokens.
+        RESOURCE_EXHAUSTED: too many are waiting already. INVALID_ARGUMENT: no tokens, or more than maximum_tokens; ids
+        outside the vocabulary; `first` that is no place of theirs; more top or target ids than maximum_top_k.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScoreMany(self, request_iterator, context):
+        """Score of many sequences: one reply for each request, in their order. Each is computed when the one before it has
+        been sent, so a client reads while it writes. A request that cannot be served ends the call as it would end Score;
+        the replies to those before it have been sent by then. DEADLINE_EXCEEDED: no request has come for a minute.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,6 +146,11 @@ def add_RolloutServicer_to_server(servicer, server):
             ),
             'Score': grpc.unary_unary_rpc_method_handler(
                     servicer.Score,
+                    request_deserializer=scalerl__jax_dot_contract_dot_rollout__pb2.ScoreRequest.FromString,
+                    response_serializer=scalerl__jax_dot_contract_dot_rollout__pb2.ScoreReply.SerializeToString,
+            ),
+            'ScoreMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.ScoreMany,
                     request_deserializer=scalerl__jax_dot_contract_dot_rollout__pb2.ScoreRequest.FromString,
                     response_serializer=scalerl__jax_dot_contract_dot_rollout__pb2.ScoreReply.SerializeToString,
             ),
@@ -241,6 +261,33 @@ class Rollout(object):
             request,
             target,
             '/scalerl.v1.Rollout/Score',
+            scalerl__jax_dot_contract_dot_rollout__pb2.ScoreRequest.SerializeToString,
+            scalerl__jax_dot_contract_dot_rollout__pb2.ScoreReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScoreMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/scalerl.v1.Rollout/ScoreMany',
             scalerl__jax_dot_contract_dot_rollout__pb2.ScoreRequest.SerializeToString,
             scalerl__jax_dot_contract_dot_rollout__pb2.ScoreReply.FromString,
             options,

@@ -21,7 +21,7 @@ import numpy as np
 from rollout_server.engines.engine import Changes, Engine, EngineOptions, EngineStatus
 from rollout_server.engines.engine_info import engine_info
 from rollout_server.service import RolloutServer
-from scalerl_jax.contract.codec import Completion, GroupRequest, Version
+from scalerl_jax.contract.codec import Completion, GroupRequest, ScoreRequest, Scores, Version
 from scalerl_jax.model.decoder_config import read_config
 from tests.hostile.lies import LieInterceptor
 from tests.hostile.modes import MODES
@@ -79,8 +79,8 @@ class Share:
             self._version = version
         return pause
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, Version]:
-        return await self._engine.score(token_ids)
+    async def score(self, request: ScoreRequest) -> tuple[Scores, Version]:
+        return await self._engine.score(request)
 
     def status(self) -> EngineStatus:
         self._book(0)
@@ -117,7 +117,7 @@ def make_engine(model: str, rollouts: str) -> Engine:
         from rollout_server.engines.jax.engine import JaxEngine
 
         return JaxEngine(options)
-    info = dataclasses.replace(engine_info("replay", options, read_config(model)), vocabulary=2**31)
+    info = dataclasses.replace(engine_info("replay", options, read_config(model)), vocabulary=2**31, maximum_top_k=0)
     return ReplayEngine(Recorded(rollouts), info, decode_chunk=options.decode_chunk, token_seconds=0.004)
 
 

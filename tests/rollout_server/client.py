@@ -50,9 +50,15 @@ class Served:
         return await call.code()
 
     async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, codec.Version]:
+        """As a client that knows of token_ids and log-probabilities only."""
         request = pb.ScoreRequest(token_ids=codec.encode_ids(token_ids))
         reply = await self.stub.Score(request, timeout=SECONDS)
         return codec.decode_floats(reply.logprobs), codec.version_from_proto(reply.version)
+
+    async def scores(self, request: codec.ScoreRequest) -> codec.Scores:
+        """Whatever breaks the contract raises ValueError."""
+        reply = await self.stub.Score(codec.score_request_to_proto(request), timeout=SECONDS)
+        return codec.scores_from_proto(reply, request, vocabulary=self.engine.info.vocabulary)
 
     async def until(self, holds: Callable[[pb.StatusReply], bool], *, seconds: float = SECONDS) -> pb.StatusReply:
         """The first status for which `holds`."""

@@ -34,6 +34,7 @@ METHODS = {
     "/scalerl.v1.Rollout/Generate": "unary_stream",
     "/scalerl.v1.Rollout/PushWeights": "stream_stream",
     "/scalerl.v1.Rollout/Score": "unary_unary",
+    "/scalerl.v1.Rollout/ScoreMany": "stream_stream",
     "/grpc.health.v1.Health/Check": "unary_unary",
     "/grpc.health.v1.Health/Watch": "unary_stream",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": "stream_stream",

@@ -61,7 +61,7 @@ def test_health_and_reflection(replay: CalledServer) -> None:
     assert names >= {"scalerl.v1.Rollout", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
     file = descriptor_pb2.FileDescriptorProto.FromString(files.file_descriptor_response.file_descriptor_proto[0])
     methods = {method.name for method in file.service[0].method}
-    assert (file.package, methods) == ("scalerl.v1", {"Status", "Generate", "PushWeights", "Score"})
+    assert (file.package, methods) == ("scalerl.v1", {"Status", "Generate", "PushWeights", "Score", "ScoreMany"})
 
 
 def test_sigterm_ends_calls_and_watchers_and_exits_0(replay: CalledServer) -> None:

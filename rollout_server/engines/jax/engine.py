@@ -33,6 +33,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -57,53 +58,122 @@ from rollout_server.engines.jax.weights import (
 )
 from rollout_server.engines.request_queue import QueuedEngine, RequestQueue
 from rollout_server.engines.sequence import Sequence
-from scalerl_jax.contract.codec import GroupRequest, Version
+from scalerl_jax.contract.codec import GroupRequest, ScoreRequest, Scores, Version
 from scalerl_jax.model.decoder import Precision, forward
 from scalerl_jax.model.decoder_config import DecoderConfig, read_config
-from scalerl_jax.model.head import chunk_of, token_logprobs
+from scalerl_jax.model.head import chunk_of, logits
 from scalerl_jax.model.hf import Tensors
 from scalerl_jax.model.tensor_layout import hf_tensors
 from scalerl_jax.system import memory
 
 SMALLEST = 256
+SMALLEST_TOP = 8  # ids a token that scores are compiled for
+BLOCK = 128  # of the vocabulary, see _top
 
 
 @functools.partial(jax.jit, static_argnames=("config", "precision"))
-def _score(
+def _hidden(
     weights: DecodeWeights, tokens: jax.Array, *, config: DecoderConfig, precision: DecodePrecision
-) -> jax.Array:
-    """tokens [length] int32 -> [length] float32: entry t is token t + 1's; the last means nothing."""
+) -> list[jax.Array]:
+    """tokens [length] int32 -> what the head is given for the token after each, in chunks [C, width]."""
     params, row = model_params(weights, config), tokens[None]
     positions = jnp.arange(len(tokens))[None]
-    hidden = forward(params, config, row, positions, jnp.ones_like(row), precision=precision, remat="none")
-    targets, chunk = jnp.roll(row, -1, axis=1), chunk_of(0, precision.platform)
-    return token_logprobs(params, config, hidden, targets, precision=precision, chunk=chunk)[0]
+    hidden = forward(params, config, row, positions, jnp.ones_like(row), precision=precision, remat="none")[0]
+    chunk = min(chunk_of(0, precision.platform), len(tokens))
+    hidden = jnp.pad(hidden, ((0, -len(tokens) % chunk), (0, 0)))
+    return jnp.split(hidden, len(hidden) // chunk)
+
+
+@functools.partial(jax.jit, static_argnames=("top_k", "config", "precision"))
+def _score(
+    weights: DecodeWeights,
+    hidden: jax.Array,
+    ids: jax.Array,
+    *,
+    top_k: int,
+    config: DecoderConfig,
+    precision: DecodePrecision,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """hidden [C, width], ids [C, k] -> their log-probs [C, k], 0 of those below 0; top ids [C, top_k] and theirs.
+
+    No more than a chunk's logits exist at once.
+    """
+    logit = logits(model_params(weights, config), config, hidden, precision=precision)
+    total = jax.nn.logsumexp(logit, axis=-1, keepdims=True)
+    told = jnp.where(ids < 0, 0.0, jnp.take_along_axis(logit, jnp.maximum(ids, 0), axis=1) - total)
+    top, top_ids = _top(logit, min(top_k, config.vocab_size))
+    return told, top_ids, top - total
+
+
+def _top(logit: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest of each row [C, V], descending, and where they are.
+
+    They are in the `count` blocks whose largest are the largest, so that few numbers are sorted: all of a large
+    vocabulary's would cost an accelerator more than the head does.
+    """
+    rows, vocabulary = logit.shape
+    if count * BLOCK >= vocabulary:
+        return jax.lax.top_k(logit, count)
+    padding = -vocabulary % BLOCK
+    blocks = jnp.pad(logit, ((0, 0), (0, padding)), constant_values=-jnp.inf).reshape(rows, -1, BLOCK)
+    _, likely = jax.lax.top_k(jnp.max(blocks, axis=-1), count)
+    found, places = jax.lax.top_k(jnp.take_along_axis(blocks, likely[..., None], axis=1).reshape(rows, -1), count)
+    return found, jnp.take_along_axis(likely, places // BLOCK, axis=1) * BLOCK + places % BLOCK
 
 
 class Scorer:
+    """Of one thread. What scores of log-probabilities alone need is compiled at the start; for top ids and targets, by
+    powers of two of their number, when they are first asked for."""
+
     def __init__(self, config: DecoderConfig, precision: DecodePrecision, *, longest: int):
-        self._config, self._precision = config, precision
-        self._buckets = buckets(SMALLEST, longest)
+        self._options: Any = {"config": config, "precision": precision}
+        self._width, self._buckets = config.hidden_size, buckets(SMALLEST, longest)
         self._programs: dict[int, Program] = {}  # by bucket
+        self._heads: dict[tuple[int, int, int], Program] = {}  # by tokens of a chunk, top ids, and ids a token
 
     def compile(self, weights_like: Any) -> int:
         """For weights of these shapes and dtypes: the bytes that the largest takes beside its arguments."""
 
         def compile_one(size: int) -> Program:
-            tokens = jax.ShapeDtypeStruct((size,), np.int32)
-            return _score.lower(weights_like, tokens, config=self._config, precision=self._precision).compile()
+            return _hidden.lower(weights_like, jax.ShapeDtypeStruct((size,), np.int32), **self._options).compile()
 
         compilations = [functools.partial(compile_one, size) for size in self._buckets]
         self._programs = dict(zip(self._buckets, side_by_side(compilations)))
-        return max(map(memory.working_bytes, self._programs.values()))
+        chunks = [jax.tree.leaves(program.out_info)[0] for program in self._programs.values()]
+        heads = [self._head(weights_like, hidden, 0, 1) for hidden in chunks]
+        return max(map(memory.working_bytes, [*self._programs.values(), *heads]))
 
-    def score(self, weights: DecodeWeights, token_ids: np.ndarray) -> np.ndarray:
-        """[tokens] float32, for 1 to `longest` tokens; the first, which nothing predicts, is 0."""
-        length = len(token_ids)
-        padded = np.zeros(next(size for size in self._buckets if size >= length), np.int32)
-        padded[:length] = token_ids
-        logprobs = np.asarray(self._programs[len(padded)](weights, padded))
-        return np.concatenate([np.zeros(1, np.float32), logprobs[: length - 1]])
+    def _head(self, weights: Any, hidden: Any, top_k: int, ids: int) -> Program:
+        """Compiled where it is not there yet."""
+        kind = len(hidden), top_k, ids
+        if kind not in self._heads:
+            like = jax.ShapeDtypeStruct((kind[0], ids), np.int32)
+            self._heads[kind] = _score.lower(weights, hidden, like, top_k=top_k, **self._options).compile()
+        return self._heads[kind]
+
+    def score(self, weights: DecodeWeights, request: ScoreRequest) -> Scores:
+        """For 1 to `longest` tokens."""
+        token_ids, first, targets = request.token_ids, request.first, request.target_ids
+        length, k = len(token_ids), targets.shape[1]
+        told = np.zeros((length - first, 1 + k), np.float32)  # of the token itself, and of its targets
+        top_ids = np.full((length - first, request.top_k), -1, np.int32)
+        top = np.zeros(top_ids.shape, np.float32)
+        begin = max(first, 1)  # the first place that is predicted
+        if begin < length:
+            padded = np.zeros(next(size for size in self._buckets if size >= length), np.int32)
+            padded[:length] = token_ids
+            chunks = self._programs[len(padded)](weights, padded)
+            size, wide = len(chunks[0]), max(SMALLEST_TOP, 1 << (max(k, request.top_k) - 1).bit_length())
+            ids = np.full((len(chunks) * size, 1 + (wide if k else 0)), -1, np.int32)  # row p is of place p + 1
+            ids[begin - 1 : length - 1, 0] = token_ids[begin:]
+            ids[begin - 1 : length - 1, 1 : 1 + k] = targets[begin - first :]
+            starts = range((begin - 1) // size * size, length - 1, size)
+            head = self._head(weights, chunks[0], wide if request.top_k else 0, ids.shape[1])
+            parts = [head(weights, chunks[start // size], ids[start : start + size]) for start in starts]
+            found = [np.concatenate(arrays)[begin - 1 - starts[0] : length - 1 - starts[0]] for arrays in zip(*parts)]
+            for whole, rows in zip((told, top_ids, top), found):
+                whole[begin - first :] = rows[:, : whole.shape[1]]
+        return Scores(told[:, 0], top_ids, top, told[:, 1:])
 
 
 def of_model(
@@ -188,6 +258,8 @@ class JaxEngine(QueuedEngine):
         self._incarnation = 0  # of the weights held
 
         self._pool.warm_up(self._weights)
+        # One after another: each takes working memory, and threads of others are not kept waiting.
+        self._scoring = ThreadPoolExecutor(1, thread_name_prefix="scoring")
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
 
@@ -200,17 +272,22 @@ class JaxEngine(QueuedEngine):
         )
         return await self._queue.stage(version, weights)
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, Version]:
-        check_score(token_ids, self.info)
-        with self._changed:
-            weights, version = self._weights, self._queue.version
-        return await asyncio.to_thread(self._scorer.score, weights, token_ids), version
+    async def score(self, request: ScoreRequest) -> tuple[Scores, Version]:
+        check_score(request, self.info)
+
+        def score() -> tuple[Scores, Version]:
+            with self._changed:  # the weights of now: one that waits holds none
+                weights, version = self._weights, self._queue.version
+            return self._scorer.score(weights, request), version
+
+        return await asyncio.get_running_loop().run_in_executor(self._scoring, score)
 
     async def close(self) -> None:
         """Ends every request where it stands."""
         with self._changed:
             self._queue.close()
         await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._scoring.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._pool.close)
 
     # ------------------------------------------------------------------------------------------ the decode thread

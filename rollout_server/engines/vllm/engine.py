@@ -32,7 +32,7 @@ from rollout_server.engines.request_queue import QueuedEngine, RequestQueue
 from rollout_server.engines.sequence import Sequence
 from rollout_server.engines.vllm.adapter import Vllm
 from rollout_server.engines.vllm.shared_memory import SharedMemory
-from scalerl_jax.contract.codec import Completion, GroupRequest, Version
+from scalerl_jax.contract.codec import Completion, GroupRequest, ScoreRequest, Scores, Version
 
 # How often a version is written before this server is given up.
 LOAD_ATTEMPTS = 3
@@ -53,6 +53,7 @@ class VllmEngine(QueuedEngine):
         assert slots <= vllm.options.slots
         options = dataclasses.replace(vllm.options, slots=slots, queue=queue)
         info = engine_info("vllm", options, vllm.config, devices=vllm.workers)
+        info = dataclasses.replace(info, maximum_top_k=0)
         super().__init__(RequestQueue(info, self._fill))
         self._vllm = vllm
         self._lock = asyncio.Lock()  # weights are written, or scores computed
@@ -86,11 +87,13 @@ class VllmEngine(QueuedEngine):
                 if self._queue.may_swap(version):
                     return await self._swap(version, tensors, changes)
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, Version]:
-        check_score(token_ids, self.info)
+    async def score(self, request: ScoreRequest) -> tuple[Scores, Version]:
+        check_score(request, self.info)
         async with self._lock:
             self._raise_if_over()
-            return await self._vllm.score(token_ids), self._queue.version
+            logprobs = (await self._vllm.score(request.token_ids))[request.first :]
+            none = np.zeros((len(logprobs), 0), np.float32)
+            return Scores(logprobs, none.astype(np.int32), none, none), self._queue.version
 
     def status(self) -> EngineStatus:
         self._count_busy()

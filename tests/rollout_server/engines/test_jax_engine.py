@@ -12,7 +12,7 @@ import pytest
 
 from rollout_server.engines.engine import EngineOptions, QueueFull, WrongVersion
 from rollout_server.engines.jax.engine import JaxEngine
-from scalerl_jax.contract.codec import Version
+from scalerl_jax.contract.codec import ScoreRequest, Version
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from tests.rollout_server.jax_reference import ask, reference_logprobs, tiny
 from tests.rollout_server.pause_decoding import CHUNK, pause_decoding
@@ -338,17 +338,18 @@ def test_score_is_the_trainers_forward_pass(folder):
             for seed, version in ((0, Version(0, 0)), (1, Version(9, 4))):
                 if seed:
                     await load(engine, version, random_tensors(CONFIG, seed))
-                logprobs, given = await engine.score(token_ids)
+                scores, given = await engine.score(ScoreRequest(token_ids))
+                logprobs = scores.logprobs
                 assert given == version
                 assert logprobs.shape == (50,) and logprobs.dtype == np.float32 and logprobs[0] == 0
                 reference = reference_logprobs(
                     CONFIG, token_ids[:1], token_ids[1:], lambda t, s=seed: random_tensors(CONFIG, s)
                 )
                 np.testing.assert_allclose(logprobs[1:], reference, atol=1e-4)
-            assert (await engine.score(token_ids[:1]))[0].tolist() == [0.0]
+            assert (await engine.score(ScoreRequest(token_ids[:1])))[0].logprobs.tolist() == [0.0]
             for wrong in (np.zeros(LENGTH + 1, np.int32), np.array([CONFIG.vocab_size]), np.zeros(0, np.int32)):
                 with pytest.raises(ValueError):
-                    await engine.score(wrong)
+                    await engine.score(ScoreRequest(wrong))
 
     asyncio.run(main())
 
@@ -373,7 +374,7 @@ def test_nothing_compiles_while_serving_and_nothing_spins_while_idle(folder):
             for prompt in prompts:
                 plain = ask(prompt, seeds=range(5), budgets=[0, 1, 2, 3, 50], phrase=(3, 4), end=(4,), answer_budget=30)
                 await collect(engine, plain)
-                await engine.score(prompt.astype(np.int32))
+                await engine.score(ScoreRequest(prompt.astype(np.int32)))
             assert compiled == []
             for wanted in (True, False):  # a filter, when it is first asked for
                 for prompt in prompts:

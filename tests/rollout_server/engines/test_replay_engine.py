@@ -83,12 +83,12 @@ async def test_only_so_many_sequences_wait_to_be_scored(
     make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(make_replay()) as served:
-        go, score, held = asyncio.Event(), served.engine.score, list[np.ndarray]()
+        go, score, held = asyncio.Event(), served.engine.score, list[codec.ScoreRequest]()
 
-        async def held_up(token_ids: np.ndarray) -> tuple[np.ndarray, Version]:
-            held.append(token_ids)
+        async def held_up(request: codec.ScoreRequest) -> tuple[codec.Scores, Version]:
+            held.append(request)
             await go.wait()
-            return await score(token_ids)
+            return await score(request)
 
         monkeypatch.setattr(served.engine, "score", held_up)
         tokens = np.arange(2, 8, dtype=np.int32)

@@ -18,10 +18,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 
 import numpy as np
 
+from rollout_server.engines.admission import check_score
 from rollout_server.engines.engine import Changes, EngineInfo
 from rollout_server.engines.request_queue import QueuedEngine, RequestQueue
 from rollout_server.engines.sequence import Sequence
-from scalerl_jax.contract.codec import Completion, GroupRequest, Version
+from scalerl_jax.contract.codec import Completion, GroupRequest, ScoreRequest, Scores, Version
 from tests.support.replay.scripts import Rollout, Script
 
 CRASH_EXIT_CODE = 70
@@ -100,8 +101,9 @@ class ReplayEngine(QueuedEngine):
                 weights[name].reshape(-1)[change.positions] = change.values
         return weights
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, Version]:
-        return self._script.score(token_ids), self._queue.version
+    async def score(self, request: ScoreRequest) -> tuple[Scores, Version]:
+        check_score(request, self.info)
+        return self._script.scores(request), self._queue.version
 
     async def close(self) -> None:
         self._queue.close()

@@ -37,6 +37,7 @@ async def make(options: "EngineOptions") -> "Engine":
     script: Script
     if FILE.value:
         script = Recorded(FILE.value)
+        info = dataclasses.replace(info, maximum_top_k=0)
     else:
         script = Scripted(vocabulary=VOCABULARY.value, mean_tokens=MEAN_TOKENS.value)
     return ReplayEngine(

@@ -3,7 +3,9 @@
     Scripted    made up by a hash: tokens from [0, vocabulary), skewed lengths, the interruption phrase where the
                 thinking budget runs out; log-probabilities from a "bigram model" without a table
 
-                    log p(t | s) = -8 * hash(s, t) / 2^32
+                    log p(t | s) = -8 * hash(s, t) / 2^32 - log(vocabulary)
+
+                whose probabilities add up to less than 1
 
     Recorded    played from JSONL, one completion a row:
                     {"prompt_token_ids": [...], "token_ids": [...], "logprobs": [...], "forced": [[start, end], ...],
@@ -24,7 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest
+from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest, ScoreRequest, Scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,10 @@ class Script(Protocol):
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         """[tokens] float32; the first is 0. Agrees with what `rollout` gives after the prompt."""
+        ...
+
+    def scores(self, request: ScoreRequest) -> Scores:
+        """Raises ValueError where it has no log-probabilities of other tokens, and they are asked for."""
         ...
 
 
@@ -104,11 +110,25 @@ class Scripted:
         return self._minimum + int(rng.exponential(self._mean - self._minimum))
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
-        tokens = token_ids.astype(np.uint32)
-        mixed = tokens[:-1] * np.uint32(0x9E3779B1) ^ tokens[1:] * np.uint32(0x85EBCA77)
+        return np.concatenate([[np.float32(0)], self._logprobs(token_ids[:-1], token_ids[1:])])
+
+    def _logprobs(self, before: np.ndarray, token: np.ndarray) -> np.ndarray:
+        """float32, in the shape of both together."""
+        mixed = before.astype(np.uint32) * np.uint32(0x9E3779B1) ^ token.astype(np.uint32) * np.uint32(0x85EBCA77)
         mixed = (mixed ^ mixed >> np.uint32(15)) * np.uint32(0xC2B2AE3D)
         mixed ^= mixed >> np.uint32(13)
-        return np.concatenate([[0.0], mixed / 2.0**32 * -8.0]).astype(np.float32)
+        return (mixed / 2.0**32 * -8.0 - np.log(self._vocabulary)).astype(np.float32)
+
+    def scores(self, request: ScoreRequest) -> Scores:
+        first, targets, begin = request.first, request.target_ids, int(request.first == 0)
+        before = request.token_ids[max(first, 1) - 1 : -1, None]
+        top_ids = np.full((len(request.token_ids) - first, request.top_k), -1, np.int32)
+        top, told = np.zeros(top_ids.shape, np.float32), np.zeros(targets.shape, np.float32)
+        row = self._logprobs(before, np.arange(self._vocabulary)[None])
+        top_ids[begin:] = np.argsort(-row, axis=1, kind="stable")[:, : request.top_k]
+        top[begin:] = np.take_along_axis(row, top_ids[begin:], axis=1)
+        told[begin:] = np.where(targets[begin:] < 0, 0, self._logprobs(before, targets[begin:]))
+        return Scores(self.score(request.token_ids)[first:], top_ids, top, told)
 
 
 class Recorded:
@@ -158,6 +178,13 @@ class Recorded:
         if logprobs is None:
             raise ValueError(f"{self._path} has no completion that ends these {len(token_ids)} tokens")
         return np.concatenate([np.zeros(len(token_ids) - len(logprobs), np.float32), logprobs])
+
+    def scores(self, request: ScoreRequest) -> Scores:
+        if request.top_k or request.target_ids.size:
+            raise ValueError(f"{self._path} has log-probabilities of its own tokens only")
+        logprobs = self.score(request.token_ids)[request.first :]
+        none = np.zeros((len(logprobs), 0), np.float32)
+        return Scores(logprobs, none.astype(np.int32), none, none)
 
 
 def recorded_row(prompt: np.ndarray, completion: Completion, *, named: bool) -> dict[str, Any]:
