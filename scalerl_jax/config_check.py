@@ -89,7 +89,9 @@ def check(config: Config) -> None:
             f"cap on the ratio already, config.objective.max_ratio={config.objective.max_ratio:g}: lower that"
         )
     if config.objective.reward_weight == 0 and config.objective.distill == "none":
-        raise ConfigError("config.objective.reward_weight=0: leaves nothing to learn from: set config.objective.distill")
+        raise ConfigError(
+            "config.objective.reward_weight=0: leaves nothing to learn from: set config.objective.distill"
+        )
     _check_teachers(config)
     # The other way round is allowed: the policy is the rounded one, computed in float32.
     if config.model.compute_dtype == "bfloat16" and config.model.sync_dtype == "float32":

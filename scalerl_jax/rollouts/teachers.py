@@ -105,6 +105,11 @@ def teacher_of(config: Config, row: Row) -> str:
     return name
 
 
+def top_k_of(config: Config) -> int:
+    """Ids that a teacher's server must tell the log-probs of at a token."""
+    return 0 if config.objective.distill == "sampled" else config.distill.k
+
+
 @dataclasses.dataclass(eq=False)
 class _Sequence:
     """One that waits for its scores."""
@@ -139,7 +144,7 @@ class Teachers:
         self._config, self._where = config, where
         self._form, self._k = config.objective.distill, config.distill.k
         self._vocabulary = vocabulary_of(expected.model_config)
-        top_k = 0 if self._form == "sampled" else self._k
+        top_k = top_k_of(config)
         self._shared = {
             "config": config, "expected": expected, "top_k": top_k, "prompt": prompt, "limits": limits, "observe": observe
         }  # fmt: skip
@@ -154,7 +159,9 @@ class Teachers:
     ) -> list[Coroutine[Any, Any, None]]:
         """What is to run on the fleet's loop. students: the servers that hold the policy, now."""
         self._thread, self._students = thread, students
-        self._teachers = {name: _Teacher(name, where, self._shared | {"fail": fail}) for name, where in self._where.items()}
+        self._teachers = {
+            name: _Teacher(name, where, self._shared | {"fail": fail}) for name, where in self._where.items()
+        }
         return [teacher.run() for teacher in self._teachers.values()]
 
     def name_of(self, row: Row) -> str:

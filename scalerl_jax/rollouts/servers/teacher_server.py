@@ -197,6 +197,7 @@ class TeacherServer:
 
     async def scores(self, requests: Sequence[codec.ScoreRequest]) -> AsyncIterator[codec.Scores]:
         """They are there when the server has said of the reference's tokens what it should."""
+        assert self._context.reference is not None
         request, expected, dtype = self._context.reference
         *answers, again = [scores async for scores in self._read([*requests, request])]
         coarser = dtype if dtype == self.status.compute_dtype else "bfloat16"
@@ -246,7 +247,9 @@ class TeacherServer:
         name, now = f"teacher {self._context.name}, server {self.address}", time.monotonic()
         code = code_of(error)
         if isinstance(error, ValueError) or code is grpc.StatusCode.INVALID_ARGUMENT:
-            why = describe(error) if isinstance(error, grpc.aio.AioRpcError) else peer_text.printable(error, longest=600)
+            why = (
+                describe(error) if isinstance(error, grpc.aio.AioRpcError) else peer_text.printable(error, longest=600)
+            )
             self.reason = why if isinstance(error, ProbeError) else f"{name}: {why}"
             self.refused, self.admitted = self.status.server_id, False
             _log.warning("%s; it is not asked any more", self.reason)
