@@ -99,9 +99,7 @@ class Setup:
         """For the fleet. local: the addresses of those that local servers serve. observe: see Teachers."""
         where = dict(self.teachers)
         for name, addresses in local.items():
-            where[name] = dataclasses.replace(
-                where[name], addresses=tuple(addresses), credentials=self.servers.credentials
-            )
+            where[name] = teachers_lib.Where(tuple(addresses), credentials=self.servers.credentials)
         prompt = self.rows.train[0].token_ids
         return teachers_lib.Teachers(
             config, where, prompt=prompt, expected=self.expected, limits=LIMITS_WITH_EXPERTS, observe=observe
