@@ -263,9 +263,9 @@ class ObjectiveConfig:
     reference_kl: NotNegative[float] = 0.0
     # Coefficient of the policy's entropy in nats, subtracted from the loss. 0 is off.
     entropy_bonus: NotNegative[float] = 0.0
-    # On-policy distillation, what is learned from a teacher: nothing; its log-prob of each sampled token, as an advantage
-    # (sampled); its top distill.k tokens, by the forward KL (topk_forward); the student's top distill.k tokens, by the
-    # reverse KL (student_topk).
+    # On-policy distillation: how the policy learns from a teacher. sampled: by an advantage, from the teacher's
+    # log-prob of each sampled token. topk_forward: by the forward KL over the teacher's top distill.k tokens.
+    # student_topk: by the reverse KL over the policy's own top distill.k tokens.
     distill: Literal["none", "sampled", "topk_forward", "student_topk"] = "none"
     distill_weight: Positive[float] = 1.0  # Coefficient of the divergence from the teacher, in nats.
     # Coefficient of the rewards' advantages. 0 beside distill: only the teacher is learned from.

@@ -21,7 +21,8 @@ BATCH: Names = {
     "pass_rate": ("share", "completions of the batch that are correct; one cut by its token budget is not"),
     "reward": ("reward", "mean over the completions of the batch; -1 for one cut by its token budget"),
     "prompts": ("prompts", "prompts in the batch, with one group of completions each"),
-    "prompts_surviving": ("prompts", "prompts with both correct and wrong completions, which the update learns from"),
+    "prompts_surviving": ("prompts", "prompts that the update learns from: those with both correct and wrong "
+                          "completions, and with objective.distill those with a teacher"),
     "prompts_retired": ("prompts", "training prompts that the curriculum no longer draws"),
     "completions_counted": ("completions", "completions of surviving prompts, those excluded for truncation left out"),
     "truncated": ("share", "completions cut by their token budget"),
@@ -56,6 +57,11 @@ UPDATE: Names = {
     "masked": ("share", "loss tokens that a mask took out (IcePop, DPPO, CPPO)"),
     "reference_kl": ("nats", "KL to the policy the run began with, k3 estimate per loss token; "
                      "only with objective.reference_kl"),
+    "teacher_kl": ("nats", "generator's log-prob - teacher's, mean over the loss tokens that a teacher scored: the k1 "
+                   "estimate of the policy's KL to it; only with objective.distill"),
+    "teacher_divergence": ("nats", "what objective.distill=topk_forward or student_topk minimizes, mean over the loss "
+                           "tokens with ids of the teacher"),
+    "teacher_tail": ("share", "probability that the teacher gives to tokens other than these ids, mean likewise"),
 }  # fmt: skip
 OFF_POLICY: Names = {
     "mismatch": ("nats", "|trainer's log-prob - generator's| of a loss token, mean, staleness included"),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
-from scalerl_jax.learner.packing import Elsewhere, Segment
+from scalerl_jax.learner.packing import Elsewhere, Segment, TeacherScores
 
 _HEAD = "frame"
 
@@ -44,6 +44,7 @@ FRAME_BYTES = 32 * 2**20
 MORE = "segments"  # the kind of a frame that only brings segments; the last one names what is to be done
 
 _FIELDS = ("tokens", "weights", "advantages", "generator_logprobs")
+_OF_TEACHER = [field.name for field in dataclasses.fields(TeacherScores)]
 
 
 def frames(
@@ -61,7 +62,7 @@ def frames(
         assert isinstance(segment, Segment)
         at.append(place)
         piece.append(segment)
-        size += 16 * len(segment.tokens) + (segment.experts.nbytes if segment.experts is not None else 0)
+        size += 16 * len(segment.tokens) + sum(array.nbytes for array in _beside(segment).values())
         if size >= FRAME_BYTES:
             yield _frame(MORE, at, piece)
             at, size, piece = [], 0, []
@@ -78,9 +79,14 @@ def _frame(kind: str, at: Sequence[int], segments: Sequence[Segment]) -> Frame:
         arrays[name] = np.concatenate([np.asarray(one, dtype) for one in every]) if every else np.zeros(0, dtype)
     arrays["sizes"] = np.array([len(segment.tokens) for segment in segments], np.int64)
     for place, segment in zip(at, segments, strict=True):
-        if segment.experts is not None:
-            arrays[f"experts/{place}"] = segment.experts
+        arrays |= {f"{name}/{place}": array for name, array in _beside(segment).items()}
     return Frame(kind, {}, arrays)
+
+
+def _beside(segment: Segment) -> dict[str, np.ndarray]:
+    """The arrays that not every segment has."""
+    teacher = {f"teacher/{name}": getattr(segment.teacher, name, None) for name in _OF_TEACHER}
+    return {name: array for name, array in ({"experts": segment.experts} | teacher).items() if array is not None}
 
 
 class Received:
@@ -94,7 +100,9 @@ class Received:
         ends = np.cumsum(arrays["sizes"])
         for place, start, end in zip(arrays["at"].tolist(), (ends - arrays["sizes"]).tolist(), ends.tolist()):
             fields = {name: arrays[name][start:end] for name in _FIELDS}
-            self._there[place] = Segment(**fields, experts=arrays.get(f"experts/{place}"))
+            told = {name: arrays.get(f"teacher/{name}/{place}") for name in _OF_TEACHER}
+            teacher = TeacherScores(**told) if told["logprobs"] is not None else None
+            self._there[place] = Segment(**fields, experts=arrays.get(f"experts/{place}"), teacher=teacher)
 
     def finish(self, frame: Frame) -> tuple[list[Segment | Elsewhere], list[Segment | Elsewhere]]:
         """Adds the last frame; returns the segments and the `beside` ones, and resets itself."""

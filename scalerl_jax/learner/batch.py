@@ -3,6 +3,13 @@
     r = the score's reward;  cut by the token budget: exclude (leaves mean, std, weights and G) or penalize (r = -1)
     advantages, then one weight per loss token (objective/), then one segment per counted completion
 
+With a teacher (`objective.distill`), every prompt that has one is trained on, whatever its rewards; where these leave
+no variance, or are not to be learned from, the prompt has the teacher's part alone:
+
+    A_t = reward_weight Ahat - distill_weight (logp_gen_t - logp_teacher_t)     `sampled`; of the other forms without
+                                                                                the second term: theirs is in the loss
+The second term is no part of the normalization: it is in nats, and each token answers for its own divergence alone.
+
 Loss tokens are the sampled ones: the forced interruption phrase is context, never trained on.
 The staleness of a token is the number of the batch it is trained in minus the policy step that sampled it.
 
@@ -113,14 +120,16 @@ def build(
         rewards, correct, counted, normalization=objective.advantage_normalization,
         filter_zero_variance=objective.filter_zero_variance,
     )  # fmt: skip
-    weight = token_weights(loss_tokens, counted, survives, objective.aggregation)
     by_turn = None
     if objective.credit == "turn":
         returns, has = _returns(groups, rewards, truncated)
         normalization = objective.advantage_normalization
         by_turn = turn_advantages(returns, has & counted[:, :, None], survives, normalization=normalization)
+    taught = np.array([objective.distill != "none" and group.teachers is not None for group in groups])
+    survives = (survives & (objective.reward_weight > 0)) | (taught & counted.any(axis=1))
+    weight = token_weights(loss_tokens, counted, survives, objective.aggregation)
 
-    segments, origins = [], []
+    segments, origins, divergences = [], [], []
     lags: Counter = Counter()
     for p, group in enumerate(groups):
         every = ((i, b, branch) for i, c in enumerate(completions[p]) for b, branch in enumerate(c.branches))
@@ -132,6 +141,16 @@ def build(
                 continue
             blank = np.zeros(len(prompt), np.float32)
             worth = np.full(len(mask), advantage[p, i]) if by_turn is None else by_turn[p, i][_turn_numbers(branch)]
+            worth = objective.reward_weight * worth
+            teacher = None
+            if taught[p] and group.teachers is not None:
+                teacher = group.teachers[i][b]
+                difference = branch.logprobs - teacher.logprobs[len(prompt) :]
+                difference = np.clip(difference, -_MAXIMUM_LOG_RATIO, _MAXIMUM_LOG_RATIO).astype(np.float64)
+                divergences.append(difference[mask])
+                if objective.distill == "sampled":
+                    worth = worth - objective.distill_weight * difference
+                    teacher = None  # that is all of it
             origins.append((p, i, b))
             segments.append(
                 Segment(
@@ -140,6 +159,7 @@ def build(
                     advantages=np.concatenate([blank, worth.astype(np.float32)]),
                     generator_logprobs=np.concatenate([blank, branch.logprobs]),
                     experts=branch.experts,
+                    teacher=teacher,
                 )
             )
 
@@ -167,6 +187,8 @@ def build(
             for row in completions
         ]
         metrics["no_end_of_thinking"] = 1.0 - float(np.mean(ended))
+    if divergences:
+        metrics["teacher_kl"] = float(np.concatenate(divergences).mean())
     for name in sorted({name for group in groups for score in group.scores for name in score.metrics}):
         metric_values = [score.metrics[name] for group in groups for score in group.scores if name in score.metrics]
         metrics[f"score/{name}"] = float(np.mean(metric_values))
@@ -235,6 +257,11 @@ def per_token(sums: dict[str, Any]) -> dict[str, Any]:
         "ratio_max": sums["max_ratio"],
         "effective_sample_size": effective_size(sums["ratio"], sums["ratio_squared"], tokens),
         **({"reference_kl": sums["reference_kl"] / tokens} if "reference_kl" in sums else {}),
+        **{
+            name: sums[name] / max(1.0, sums["compared"])
+            for name in ("teacher_divergence", "teacher_tail")
+            if name in sums
+        },
     }
 
 

@@ -91,16 +91,18 @@ def pack(
     rows: int,
     beside: Sequence[Segment | Elsewhere] = (),
     routed: tuple[int, int] | None = None,
+    teacher_k: int = 0,
     most: int | None = None,
 ) -> tuple[list[MicroBatch], list[Place]]:
     """Packs segments into micro-batches of [rows, length].
 
     most: segments of a row; None: any number.
     routed: layers, experts per token: the micro-batches tell the segments' experts; None: they do not.
+    teacher_k: ids at each position: the micro-batches hold those of the segments' teachers; 0: they do not.
     beside: segments that take what room the others leave, and rows of their own beyond it: those lie where they would
     lie without.
     Returns: (micro-batches, the place of each segment in the order given, those beside after the others).
-    Raises ValueError naming a segment that does not fit into a row.
+    Raises ValueError naming a segment that does not fit into a row, or whose teacher has more ids.
     """
     first, segments = len(segments), [*segments, *beside]
     positions = [positions_of(segment) for segment in segments]
@@ -118,6 +120,8 @@ def pack(
         **{name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids", "targets")},
         **{name: np.zeros(shape, np.float32) for name in ("weights", "advantages", "generator_logprobs")},
         experts=None if routed is None else np.full((*shape, *routed), OWN, np.int16),
+        teacher_ids=np.full((*shape, teacher_k), -1, np.int32) if teacher_k else None,
+        teacher_logprobs=np.zeros((*shape, teacher_k), np.float32) if teacher_k else None,
     )
     used = [0] * row_count
     places = []
@@ -137,9 +141,23 @@ def pack(
         whole.generator_logprobs[at] = segment.generator_logprobs[1:]
         if whole.experts is not None and segment.experts is not None:
             whole.experts[at] = segment.experts
+        if whole.teacher_ids is not None and whole.teacher_logprobs is not None and segment.teacher is not None:
+            _copy_teacher(i, segment.teacher, whole.teacher_ids[at], whole.teacher_logprobs[at])
     arrays = whole.arrays()
     cut = [MicroBatch(**{k: v[b * rows : (b + 1) * rows] for k, v in arrays.items()}) for b in range(batches)]
     return cut, places
+
+
+def _copy_teacher(i: int, teacher: TeacherScores, ids: np.ndarray, logprobs: np.ndarray) -> None:
+    """Into segment i's part of a row: [positions, teacher_k] each."""
+    assert teacher.ids is not None and teacher.top_logprobs is not None, "the segment's teacher has no ids"
+    wanted = teacher.ids.shape[1]
+    if wanted > ids.shape[1]:
+        raise ValueError(
+            f"segment {i}: its teacher has {wanted} ids at a token, above {ids.shape[1]} (config.distill.k)"
+        )
+    ids[:, :wanted] = teacher.ids[1:]
+    logprobs[:, :wanted] = teacher.top_logprobs[1:]
 
 
 def first_fit(

@@ -42,7 +42,7 @@ from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.head import chunk_of, token_logprobs
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.sharding import MESH_AXES, ROWS, make_mesh, row_shards
-from scalerl_jax.objective.losses import Form, form_of, numbers_of, policy_loss
+from scalerl_jax.objective.losses import DIVERGENCES, Compared, Form, form_of, numbers_of, policy_loss
 
 REFERENCE = "reference_logprobs"  # of a micro-batch, beside its arrays
 IN_FLIGHT = 2  # micro-batches that are computed, or wait for that: the device never waits for the next one
@@ -61,6 +61,7 @@ class Layout:
     remat: str = "block"  # what is kept for the backward pass, as config.model.remat
     attention: str = "auto"  # what computes it, as config.model.attention
     router_replay: bool = False  # tokens go to the experts that their segment names
+    teacher_k: int = 0  # ids of a teacher at each position, which the policy is compared with it on; 0: none
     reference: bool = False  # the policy that the run began with is kept, and its log-probs are the loss's
     # share of a tensor's shard that may change for the change alone to be sent; 0: versions are sent whole
     delta_share: float = 0.0
@@ -172,7 +173,7 @@ class Trainer:
         )
 
         def score(params: Params, batch: dict[str, jax.Array]) -> Any:
-            return self._scored(params, batch, entropy=False)[0]
+            return self._scored(params, batch)[0]
 
         def apply(state: State, grads: Params, numbers: Mapping[str, jax.Array]) -> tuple[State, jax.Array]:
             adamw = optimizer_lib.adamw(numbers)
@@ -183,7 +184,7 @@ class Trainer:
 
         self._batch_shape = {
             name: jax.ShapeDtypeStruct((rows, seq_len, *value.shape[2:]), value.dtype, sharding=batches)
-            for name, value in pack([plain(np.zeros(2))], length=2, rows=1, routed=self._routed)[0][0].arrays().items()
+            for name, value in self.pack([plain(np.zeros(2))])[0][0].arrays().items()
         }
         self._programs: dict[Form, _Program] = {}
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(self.shardings, whole))
@@ -198,32 +199,30 @@ class Trainer:
 
     # ---- what is compiled
 
-    def _scored(
-        self, params: Params, batch: dict[str, jax.Array], *, entropy: bool, entropy_gradient: bool = False
-    ) -> Any:
+    def _scored(self, params: Params, batch: dict[str, jax.Array], **wanted: Any) -> Any:
         hidden, counts = self._hidden_of(
             params, tokens=batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"],
             experts=batch.get("experts"), counted=True,
         )  # fmt: skip
-        scored = self._logprobs_of(
-            params, hidden=hidden, targets=batch["targets"], entropy=entropy, entropy_gradient=entropy_gradient
-        )
-        return scored, counts
+        return self._logprobs_of(params, hidden=hidden, targets=batch["targets"], **wanted), counts
 
     def _program(self, form: Form) -> _Program:
         """Made once for each form, compiled at its first use, or by `compile`."""
         if form in self._programs:
             return self._programs[form]
-        with_reference = "reference_kl" in form.on
+        with_reference, compares = "reference_kl" in form.on, dict(form.fields)["distill"] in DIVERGENCES
         assert self.layout.reference or not with_reference, "the layout keeps no reference policy"
+        assert self.layout.teacher_k or not compares, "the layout has no room for a teacher's ids"
 
         def loss_of(params: Params, batch: dict[str, jax.Array], numbers: Mapping[str, jax.Array]) -> tuple[Any, Any]:
-            (logp, entropy), counts = self._scored(
-                params, batch, entropy=True, entropy_gradient="entropy_bonus" in form.on
+            ids = batch["teacher_ids"] if compares else None
+            (logp, entropy, *others), counts = self._scored(
+                params, batch, entropy=True, entropy_gradient="entropy_bonus" in form.on, ids=ids
             )
+            compared = Compared(ids, *others, batch["teacher_logprobs"]) if ids is not None else None
             total, sums = policy_loss(
                 logp, batch["generator_logprobs"], batch["advantages"], batch["weights"], batch["segment_ids"],
-                form.objective(numbers), reference=batch.get(REFERENCE), entropy=entropy,
+                form.objective(numbers), reference=batch.get(REFERENCE), entropy=entropy, compared=compared,
             )  # fmt: skip
             sums["entropy"] = jax.lax.stop_gradient(jnp.sum(jnp.where(batch["weights"] > 0, entropy, 0.0)))
             sums["loss"] = jax.lax.stop_gradient(total)
@@ -339,8 +338,9 @@ class Trainer:
     ) -> tuple[list[MicroBatch], list[Place]]:
         """As packing.pack, in micro-batches of this trainer's shape."""
         return pack(
-            segments, length=self.seq_len, rows=self.rows, beside=beside, routed=self._routed, most=self.most_segments
-        )
+            segments, length=self.seq_len, rows=self.rows, beside=beside, routed=self._routed,
+            teacher_k=self.layout.teacher_k, most=self.most_segments,
+        )  # fmt: skip
 
     def _put(self, batch: MicroBatch) -> dict[str, jax.Array]:
         arrays = batch.arrays()
@@ -493,6 +493,7 @@ def make_trainer(
             remat=config.model.remat,
             attention=config.model.attention,
             router_replay=rl and config.rollout.router_replay,
+            teacher_k=config.distill.k if objective.distill in DIVERGENCES else 0,
             reference=objective.reference_kl > 0,
             delta_share=config.fleet.max_delta_density if rl and config.model.sync_dtype == "bfloat16" else 0.0,
         ),

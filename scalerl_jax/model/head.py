@@ -110,6 +110,7 @@ def token_logprobs(
     chunk: int = 128,
     entropy: bool = False,
     entropy_gradient: bool = False,
+    ids: jax.Array | None = None,
     mesh: Mesh | None = None,
 ) -> Any:
     """log p(target | hidden) at temperature 1.
@@ -120,39 +121,43 @@ def token_logprobs(
       chunk: tokens of each row whose logits exist at once: [rows, chunk, vocabulary] float32.
       entropy: also return the entropy of each distribution, in nats.
       entropy_gradient: with its gradient.
+      ids: [rows, length, k] int32, tokens whose log-probs are wanted too; what stands at one below 0 is of no token.
 
-    Returns: [rows, length] float32; a pair of them with `entropy`.
+    Returns: [rows, length] float32; with `entropy`, another one behind it; with `ids`, [rows, length, k] behind these.
     """
     weight = head_weight(params, config)
     scan = functools.partial(
         _scan, precision=precision, chunk=chunk, entropy=entropy, entropy_gradient=entropy_gradient
     )
+    scanned = (hidden, targets) if ids is None else (hidden, targets, ids)
     if mesh is None or mesh.size == 1:
-        logp, nats = scan(weight, hidden, targets)
+        logp, nats, *others = scan(weight, *scanned)
     else:
         of_weight = spec(weight.shape, ("vocabulary", "width"), mesh)
         of_rows = PartitionSpec(ROWS, "context")
         # Sums over the vocabulary's parts are written out inside: what varies over which axis is not checked.
-        logp, nats = jax.shard_map(
+        logp, nats, *others = jax.shard_map(
             functools.partial(scan, vocabulary=of_weight[0] or (), width=of_weight[1] or ()),
-            mesh=mesh, in_specs=(of_weight, of_rows, of_rows), out_specs=of_rows, check_vma=False,
-        )(weight, hidden, targets)  # fmt: skip
-    return (logp, nats) if entropy else logp
+            mesh=mesh, in_specs=(of_weight, *[of_rows] * len(scanned)), out_specs=of_rows, check_vma=False,
+        )(weight, *scanned)  # fmt: skip
+    wanted = (logp, nats, *others) if entropy else (logp, *others)
+    return wanted if len(wanted) > 1 else logp
 
 
 def _scan(
     weight: jax.Array,
     hidden: jax.Array,
     targets: jax.Array,
-    *,
+    *ids: jax.Array,
     precision: Precision,
     chunk: int,
     entropy: bool,
     entropy_gradient: bool,
     vocabulary: Axes = (),
     width: Axes = (),
-) -> tuple[jax.Array, jax.Array]:
-    """(log-probs, entropies) [R, L] of one device's part of the rows; `weight` is its part along these axes."""
+) -> tuple[jax.Array, ...]:
+    """(log-probs, entropies) [R, L] of one device's part of the rows, and log-probs [R, L, k] of the `ids`, if any;
+    `weight` is its part along these axes."""
     rows, length, size = hidden.shape
     chunk = min(chunk, length)
     padding = -length % chunk
@@ -165,8 +170,14 @@ def _scan(
     def over_vocabulary(x: jax.Array) -> jax.Array:
         return jax.lax.psum(x, vocabulary) if vocabulary else x
 
+    def named(shifted: jax.Array, ids: jax.Array) -> jax.Array:
+        """[R, chunk, k]. Here a gather: masked sums would go over the vocabulary k times."""
+        here = (ids >= first) & (ids < first + weight.shape[0])
+        found = jnp.take_along_axis(shifted, jnp.where(here, ids - first, 0), axis=-1, mode="clip")
+        return over_vocabulary(jnp.where(here, found, 0.0))
+
     @jax.checkpoint
-    def one(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def one(hidden: jax.Array, targets: jax.Array, *ids: jax.Array) -> tuple[jax.Array, ...]:
         logit = _logits(hidden, rounded, sink, precision)
         top = jnp.max(jax.lax.stop_gradient(logit), axis=-1, keepdims=True)
         shifted = logit - (jax.lax.pmax(top, vocabulary) if vocabulary else top)
@@ -176,13 +187,14 @@ def _scan(
         token = first + jax.lax.broadcasted_iota(jnp.int32, logit.shape, logit.ndim - 1)
         target = over_vocabulary(jnp.sum(jnp.where(token == targets[..., None], shifted, 0.0), axis=-1))
         spread = jnp.log(total)
+        others = [named(shifted, one) - spread[..., None] for one in ids]
         if not entropy:
-            return target - spread, jnp.zeros_like(spread)
+            return target - spread, jnp.zeros_like(spread), *others
         products = exponent * shifted
         if entropy_gradient:
-            return target - spread, spread - over_vocabulary(jnp.sum(products, axis=-1)) / total
+            return target - spread, spread - over_vocabulary(jnp.sum(products, axis=-1)) / total, *others
         mean = over_vocabulary(jnp.sum(jax.lax.stop_gradient(products), axis=-1)) / total
-        return target - spread, jax.lax.stop_gradient(spread - mean)
+        return target - spread, jax.lax.stop_gradient(spread - mean), *others
 
     def cut(x: jax.Array) -> jax.Array:
         """[R, L, ...] -> [chunks, R, chunk, ...]"""
@@ -190,7 +202,7 @@ def _scan(
         return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
 
     def join(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length]
+        return jnp.moveaxis(x, 0, 1).reshape(rows, -1, *x.shape[3:])[:, :length]
 
-    _, (logp, nats) = jax.lax.scan(lambda _, xs: (None, one(*xs)), None, (cut(hidden), cut(targets)))
-    return join(logp), join(nats)
+    _, scanned = jax.lax.scan(lambda _, xs: (None, one(*xs)), None, tuple(map(cut, (hidden, targets, *ids))))
+    return tuple(map(join, scanned))

@@ -21,6 +21,17 @@ Added to any of them over all loss tokens, masked or not, off by default:
 
     + reference_kl sum w_t (exp(d_t) - 1 - d_t)     d_t = logp_reference_t - logp_train_t: the k3 estimate, as in GRPO
     - entropy_bonus sum w_t H_t                     H_t: entropy of the policy where the token was sampled, nats
+    + distill_weight sum w_t D_t                    D_t: the divergence from a teacher, over the k ids i that are named
+
+    topk_forward    D = sum_i p_T,i (log p_T,i - log p_S,i) + q_T (log q_T - log q_S)    S: the policy, T: the teacher
+    student_topk    D = sum_i p_S,i (log p_S,i - log p_T,i) + q_S (log q_S - log q_T)    q = 1 - sum_i p_i, of each side
+
+D is the KL of the distributions over the k ids and one bucket of all other tokens, so at most that over the vocabulary,
+and the same where the ids are all of it. Its gradient is of log p_S,i alone, q_S being a function of them:
+
+    dD / dlog p_S,i = - p_T,i + p_S,i q_T / q_S     and    p_S,i (log p_S,i - log p_T,i - log q_S + log q_T)
+
+The third form of distillation, `sampled`, is an advantage, and made with the others (learner/batch.py).
 
 Adding one: a function of (Tokens, ObjectiveConfig) and its row in LOSSES; the config's `objective.loss` names it.
 A compiled program fits every objective of one form: which loss, and which of its numbers are on (not 0). The numbers
@@ -42,7 +53,7 @@ Which loss tokens have a part in the loss. All masks are off by default; a token
 So CPPO allows a token near the end more than one near the beginning, and less wherever the tokens before it have used
 up more than b each.
 
-Left out on purpose: divergences over the whole vocabulary or its top k; a generator sends the sampled token's
+Left out on purpose: masks by divergences over the whole vocabulary or its top k; a generator sends the sampled token's
 probability alone.
 Sources: IcePop, ringtech.notion.site/icepop; DPPO, arXiv 2602.04879, binary total variation; CPPO, arXiv 2606.10968.
 """
@@ -243,6 +254,61 @@ def _sequence_ratio(log_ratio: jax.Array, loss_token: jax.Array, segment_ids: ja
     return jnp.exp(total(log_ratio, segment_ids) / jnp.maximum(count, 1.0))
 
 
+# What float32 leaves of 1 - sum p where nothing is left. A tail as small as that is none.
+_EMPTY = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """[rows, length, k] each, of the tokens that are compared at each position."""
+
+    ids: jax.Array  # int32, each once; -1: none
+    student: jax.Array  # log-probs by the policy, differentiated
+    teacher: jax.Array  # and by the teacher
+
+    def probabilities(self, side: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(p [rows, length, k], 0 where there is no id; q [rows, length], what they leave: _EMPTY or more)"""
+        p = jnp.where(self.ids >= 0, jnp.exp(jax.lax.stop_gradient(side)), 0.0)
+        return p, jnp.maximum(1.0 - jnp.sum(p, axis=-1), _EMPTY)
+
+    def log_ratios(self) -> jax.Array:
+        """log p_S - log p_T, without a gradient; 0 where there is no id."""
+        difference = jnp.clip(self.student - self.teacher, -_MAXIMUM_LOG_RATIO, _MAXIMUM_LOG_RATIO)
+        return jax.lax.stop_gradient(jnp.where(self.ids >= 0, difference, 0.0))
+
+    def differentiated(self, value: jax.Array, slope: jax.Array) -> jax.Array:
+        """`value` [rows, length], with `slope` [rows, length, k] as its derivative by the student's log-probs."""
+        student = jnp.where(self.ids >= 0, self.student, 0.0)
+        return value + jnp.sum(slope * (student - jax.lax.stop_gradient(student)), axis=-1)
+
+
+_Divergence = tuple[jax.Array, jax.Array]  # [rows, length] of each token: nats, and the tail of the teacher
+
+
+def topk_forward(compared: Compared) -> _Divergence:
+    """KL from the teacher to the policy: the policy is to cover what the teacher does."""
+    (student, rest), (teacher, tail) = (
+        compared.probabilities(compared.student),
+        compared.probabilities(compared.teacher),
+    )
+    tail = jnp.where(tail > _EMPTY, tail, 0.0)
+    away = jnp.log(jnp.maximum(tail, _EMPTY) / rest)
+    value = tail * away - jnp.sum(teacher * compared.log_ratios(), axis=-1)
+    return compared.differentiated(value, (tail / rest)[..., None] * student - teacher), tail
+
+
+def student_topk(compared: Compared) -> _Divergence:
+    """KL from the policy to the teacher: the policy is to do only what the teacher does."""
+    (student, rest), (_, tail) = compared.probabilities(compared.student), compared.probabilities(compared.teacher)
+    away = jnp.where(rest > _EMPTY, jnp.log(rest / tail), 0.0)
+    ratios = compared.log_ratios()
+    value = rest * away + jnp.sum(student * ratios, axis=-1)
+    return compared.differentiated(value, student * (ratios - away[..., None])), jnp.where(tail > _EMPTY, tail, 0.0)
+
+
+DIVERGENCES: dict[str, Callable[[Compared], _Divergence]] = {"topk_forward": topk_forward, "student_topk": student_topk}
+
+
 def policy_loss(
     logp_train: jax.Array,
     logp_gen: jax.Array,
@@ -253,6 +319,7 @@ def policy_loss(
     *,
     reference: jax.Array | None = None,
     entropy: jax.Array | None = None,
+    compared: Compared | None = None,
 ) -> tuple[jax.Array, dict[str, Any]]:
     """The loss of one micro-batch and sums for the metrics.
 
@@ -263,6 +330,7 @@ def policy_loss(
       objective: of one form, static; its numbers may be traced.
       reference: the reference policy's log-probs, where there is a KL to it.
       entropy: of the policy at each position, nats, where there is a bonus on it; differentiated.
+      compared: what policy and teacher give to the tokens that are compared, where the form of distillation wants it.
 
     Returns: (loss, float32 scalar: a sum, to be added over micro-batches; sums: dict of scalars, `max_*` to be
     combined by maximum and the others by addition).
@@ -307,6 +375,14 @@ def policy_loss(
     if _on(objective.entropy_bonus):
         assert entropy is not None
         loss -= objective.entropy_bonus * jnp.sum(jnp.where(loss_token, weights * entropy, 0.0))
+    if objective.distill in DIVERGENCES:
+        assert compared is not None
+        divergence, tail = DIVERGENCES[objective.distill](compared)
+        loss += objective.distill_weight * jnp.sum(jnp.where(loss_token, weights * divergence, 0.0))
+        known = loss_token & jnp.any(compared.ids >= 0, axis=-1)
+        sums["compared"] = jnp.sum(known.astype(jnp.float32))
+        sums["teacher_divergence"] = jax.lax.stop_gradient(jnp.sum(jnp.where(known, divergence, 0.0)))
+        sums["teacher_tail"] = jnp.sum(jnp.where(known, tail, 0.0))
     return loss, sums
 
 

@@ -137,6 +137,13 @@ CHARTS = (
         only_recorded=True,
     ),
     Chart(
+        "teacher", "Teacher", "from the policy to its teacher, nats", "number",
+        {"teacher_kl": "sampled tokens", "teacher_divergence": "top tokens"},
+        "How far the policy is from its teacher; it falls towards 0.",
+        "it levels off high: a higher config.objective.distill_weight, or a warm start nearer to the teacher",
+        only_recorded=True,
+    ),
+    Chart(
         "experts", "Experts", "of the fullest, over the mean", "number",
         {"expert_load": "mean over layers", "expert_load_max": "worst layer"},
         "1: tokens spread evenly; no token is dropped whatever it is.",

@@ -142,6 +142,8 @@ def test_an_ill_typed_value_in_a_file_is_named(tmp_path, line, message):
             "config.objective.tis_cap=2: config.objective.loss=cispo has a cap on the ratio already, "
             "config.objective.max_ratio=5: lower that",
         ),
+        ("objective.reward_weight=0", "config.objective.reward_weight=0: leaves nothing to learn from: set"),
+        ("objective.distill_weight=0", "config.objective.distill_weight=0.0: must be above 0"),
         ("objective.icepop_low=0.5", "config.objective.icepop_low=0.5: must not be above config.objective.icepop_high"),
     ],
 )

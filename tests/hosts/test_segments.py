@@ -7,16 +7,20 @@ from hypothesis import strategies as st
 
 from scalerl_jax.hosts import frames as segments_lib
 from scalerl_jax.hosts.frames import MORE, Frame, Received, frames
-from scalerl_jax.learner.packing import Elsewhere, Segment, first_fit, pack, positions_of
+from scalerl_jax.learner.packing import Elsewhere, Segment, TeacherScores, first_fit, pack, positions_of
 
-LENGTH, ROWS, HOSTS = 32, 4, 2
+LENGTH, ROWS, HOSTS, K = 32, 4, 2, 3
 
 
-def segment(rng: np.random.Generator, tokens: int, routed: bool) -> Segment:
+def segment(rng: np.random.Generator, tokens: int, routed: bool, taught: bool) -> Segment:
+    """Where there are teachers, one in two segments has one."""
+    given = rng.normal(size=tokens), rng.integers(-1, 9, (tokens, K)), rng.normal(size=(tokens, K))
+    own, ids, top = (x.astype(kind) for x, kind in zip(given, (np.float32, np.int32, np.float32), strict=True))
     return Segment(
         rng.integers(0, 9, tokens).astype(np.int32),
         *(rng.normal(size=tokens).astype(np.float32) for _ in range(3)),
         experts=rng.integers(0, 5, (tokens - 1, 2, 2)).astype(np.uint8) if routed else None,
+        teacher=TeacherScores(own, ids, top) if taught and rng.random() < 0.5 else None,
     )
 
 
@@ -25,18 +29,20 @@ def segment(rng: np.random.Generator, tokens: int, routed: bool) -> Segment:
     sizes=st.lists(st.integers(2, LENGTH), min_size=1, max_size=20),
     beside=st.integers(0, 5),
     routed=st.booleans(),
+    taught=st.booleans(),
     limit=st.sampled_from([1, 300, 2**20]),
     most=st.sampled_from([None, 2]),
     seed=st.integers(0, 99),
 )
 def test_all_hosts_together_pack_the_batch(
-    sizes: list[int], beside: int, routed: bool, limit: int, most: int | None, seed: int
+    sizes: list[int], beside: int, routed: bool, taught: bool, limit: int, most: int | None, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    every = [segment(rng, tokens, routed) for tokens in sizes]
+    every = [segment(rng, tokens, routed, taught) for tokens in sizes]
     first = max(1, len(every) - beside)
     segments, others = every[:first], every[first:]
     layout = {"length": LENGTH, "rows": ROWS, "routed": (2, 2) if routed else None, "most": most}
+    layout["teacher_k"] = K if taught else 0
     whole, places = pack(segments, beside=others, **layout)
     where = first_fit([positions_of(one) for one in every], length=LENGTH, beside=len(others), most=most)
     with pytest.MonkeyPatch.context() as patch:

@@ -23,7 +23,8 @@ from scalerl_jax.model import init_params
 from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.objective import policy_loss
-from tests.learner.segments import make_segments
+from scalerl_jax.objective.losses import DIVERGENCES
+from tests.learner.segments import make_segments, with_teacher
 from tests.support.compiled import on_devices
 from tests.support.models import toy_decoder
 from tests.support.params import params_of
@@ -47,6 +48,7 @@ TOGETHER = {
     "gspo": ObjectiveConfig(loss="gspo", clip_low=0.05, clip_high=0.05),
     "prefix budget": ObjectiveConfig(cppo_threshold=0.01, cppo_budget=0.001, cppo_budget_by_completion=True),
 }
+TEACHER_K = 5
 MICRO_BATCHES = (1, 2, 4)
 ORDERS = 2
 
@@ -62,11 +64,11 @@ def params() -> Any:
     return jax.device_get(params_of(DECODER))
 
 
-def make_trainer(name: str, *, compute: str = "float32", **objective: float) -> Trainer:
+def make_trainer(name: str, *, compute: str = "float32", teacher_k: int = 0, **objective: Any) -> Trainer:
     """With an epsilon as large as the gradients: else a first step is their sign, which rounding turns near 0."""
     trainer = trainer_of(
         DECODER,
-        Layout(seq_len=LENGTH, rows=ROWS, logprob_chunk=16),
+        Layout(seq_len=LENGTH, rows=ROWS, logprob_chunk=16, teacher_k=teacher_k),
         optimizer=OptimizerConfig(
             learning_rate=1e-2,
             warmup_steps=0,
@@ -85,12 +87,12 @@ def make_trainer(name: str, *, compute: str = "float32", **objective: float) -> 
     return trainer
 
 
-def arranged(segments: list[Segment], micro_batches: int, order: int) -> list[MicroBatch]:
+def arranged(segments: list[Segment], micro_batches: int, order: int, *, teacher_k: int = 0) -> list[MicroBatch]:
     """The whole batch in so many micro-batches; which segments share a row or a micro-batch depends on the order."""
     shuffled = np.random.default_rng(order).permutation(len(segments))
     out = []
     for part in np.array_split(shuffled, micro_batches):
-        made, _ = pack([segments[i] for i in part], length=LENGTH, rows=ROWS)
+        made, _ = pack([segments[i] for i in part], length=LENGTH, rows=ROWS, teacher_k=teacher_k)
         assert len(made) == 1
         out += made
     return out
@@ -197,6 +199,15 @@ def main(out: str) -> None:
         grads, sums, _ = trainer.gradient(arranged(segments, 2, 0))
         results.tree(f"reference/{name}", grads)
         results.sums(f"reference/{name}", sums)
+
+    # The tokens that a teacher names, some of which lie on each part of the vocabulary.
+    taught = [with_teacher(one, vocabulary=DECODER.vocab_size, k=TEACHER_K, seed=i) for i, one in enumerate(segments)]
+    for form in DIVERGENCES:
+        for name in ("one", "fsdp2-tensor4", "fsdp2-context2-tensor2"):
+            trainer = make_trainer(name, teacher_k=TEACHER_K, distill=form, distill_weight=3.0)
+            grads, sums, _ = trainer.gradient(arranged(taught, 2, 0, teacher_k=TEACHER_K))
+            results.tree(f"{form}/{name}", grads)
+            results.sums(f"{form}/{name}", sums)
 
     for name in ("one", "fsdp8", "fsdp4-tensor2"):
         trainer = make_trainer(name, compute="bfloat16")

@@ -1,8 +1,10 @@
 """Random segments that the tests of the trainer share."""
 
+import dataclasses
+
 import numpy as np
 
-from scalerl_jax.learner.packing import Segment
+from scalerl_jax.learner.packing import Segment, TeacherScores
 
 
 def make_segments(lengths, *, vocabulary: int, seed: int = 0) -> list[Segment]:
@@ -23,3 +25,15 @@ def make_segments(lengths, *, vocabulary: int, seed: int = 0) -> list[Segment]:
         )
         for w in weights
     ]
+
+
+def with_teacher(segment: Segment, *, vocabulary: int, k: int, seed: int = 0) -> Segment:
+    """With a teacher whose distribution at each token is random; it names k tokens, of which some may be missing."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(len(segment.tokens), vocabulary))
+    logprobs = (logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))).astype(np.float32)
+    ids = np.argsort(-logprobs, axis=-1)[:, :k].astype(np.int32)
+    ids[rng.random(ids.shape) < (0.2 if k < vocabulary else 0)] = -1
+    top = np.where(ids >= 0, np.take_along_axis(logprobs, np.maximum(ids, 0), axis=-1), np.float32(0))
+    own = np.take_along_axis(logprobs, segment.tokens[:, None], axis=-1)[:, 0]
+    return dataclasses.replace(segment, teacher=TeacherScores(own, ids, top))

@@ -10,6 +10,7 @@ from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Row, Score
 from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.learner.batch import build, per_token
+from scalerl_jax.learner.packing import TeacherScores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +135,93 @@ def test_each_turn_has_the_advantage_of_what_comes_behind_it():
     by_turn, whole = (build([alike], ObjectiveConfig(credit=credit), number=7) for credit in ("turn", "episode"))
     for one, other in zip(by_turn.segments, whole.segments, strict=True):
         np.testing.assert_allclose(one.advantages, other.advantages, rtol=1e-6)
+
+
+def taught(made, *, k=0):
+    """The group, and what its teacher gives its tokens above what their generator did: .1, .2, ... nats in the first
+    completion, 1.1, 1.2, ... in the second; nothing is looked at before a completion, or where a token was forced."""
+
+    def scores(i, branch):
+        prompt = made.row.token_ids if branch.prompt is None else branch.prompt
+        above = i + 0.1 * np.arange(1, len(branch.token_ids) + 1)
+        own = np.where(branch.sampled(), branch.logprobs + above, np.nan)
+        logprobs = np.concatenate([np.full(len(prompt), np.nan), own]).astype(np.float32)
+        ids = np.full((len(logprobs), k), i, np.int32)
+        return TeacherScores(logprobs, ids, ids.astype(np.float32)) if k else TeacherScores(logprobs)
+
+    branches = (completion.branches for completion in made.completions)
+    return dataclasses.replace(
+        made, teachers=tuple(tuple(scores(i, b) for b in some) for i, some in enumerate(branches))
+    )
+
+
+def test_what_a_teacher_says_of_sampled_tokens_is_added_to_their_advantages():
+    mixed, right, untaught = mixed_groups()
+    groups = [taught(mixed), taught(right), untaught]
+    objective = ObjectiveConfig(distill="sampled", distill_weight=2.0, reward_weight=0.5)
+    batch = build(groups, objective, number=7)
+    # As without a teacher, halved; the prompt that is all right has none, and is trained on for its teacher.
+    scale = 2 * np.sqrt(14 / 15)
+    rewarded = [4 / 3 / scale, -2 / 3 / scale, -2 / 3 / scale, *[0] * 4, 1 / scale, -1 / scale]
+    places = [(0, 0), (0, 1), (0, 2), *((1, i) for i in range(4)), (2, 0), (2, 1)]
+    weights = [1 / (3 * 8)] * 3 + [1 / (3 * 8)] * 4 + [1 / (3 * 3)] * 2
+    assert [(p, i) for p, i, _ in batch.origins] == places
+    for segment, advantage, weight, (p, i) in zip(batch.segments, rewarded, weights, places, strict=True):
+        trained = segment.weights > 0
+        places_of = np.flatnonzero(trained) - len(groups[p].row.token_ids) + 1
+        above = i + 0.1 * places_of if p < 2 else 0.0
+        np.testing.assert_allclose(segment.advantages[trained], advantage + 2 * above, rtol=1e-5)
+        np.testing.assert_allclose(segment.weights[trained], weight, rtol=1e-6)
+        assert segment.teacher is None  # the loss needs no more
+    # -.1, -.2, -.3, -.4 / -1.1, -1.2 / -2.1, -2.3 (the second was forced) and -i - .1, -i - .2 for i = 0, 1, 2, 3
+    assert batch.metrics["teacher_kl"] == pytest.approx(-((1 + 2.3 + 4.4) + (2 * (0 + 1 + 2 + 3) + 4 * 0.3)) / 16)
+    assert batch.metrics["prompts_surviving"] == 3
+    assert batch.metrics["completions_counted"] == 9
+    assert "teacher_kl" not in build(mixed_groups(), objective, number=7).metrics
+    # What is not asked for is not looked at.
+    plain, without = build(groups, ObjectiveConfig(), number=7), build(mixed_groups(), ObjectiveConfig(), number=7)
+    assert plain.metrics == without.metrics and len(plain.segments) == 5
+    assert all(segment.teacher is None for segment in plain.segments)
+
+
+def test_without_rewards_what_no_teacher_scored_is_left_out():
+    mixed, right, untaught = mixed_groups()
+    failed = dataclasses.replace(right.scores[0], excluded=True)
+    right = dataclasses.replace(right, scores=(failed, *right.scores[1:]))
+    groups = [taught(mixed, k=3), taught(right, k=3), untaught]
+    objective = ObjectiveConfig(distill="topk_forward", reward_weight=0.0)
+    batch = build(groups, objective, number=7)
+    # Neither what the budget cut, nor what its environment failed.
+    assert [(p, i) for p, i, _ in batch.origins] == [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (1, 3)]
+    for segment, (p, i, b) in zip(batch.segments, batch.origins, strict=True):
+        assert not segment.advantages.any()
+        assert segment.teacher is groups[p].teachers[i][b]
+        np.testing.assert_allclose(segment.weights[segment.weights > 0], 1 / (2 * (8, 6)[p]), rtol=1e-6)
+    # With `penalize` a completion that was cut stays, and its reward weighs nothing.
+    batch = build(groups, dataclasses.replace(objective, truncated="penalize"), number=7)
+    assert [(p, i) for p, i, _ in batch.origins if p == 0] == [(0, i) for i in range(4)]
+    assert not any(segment.advantages.any() for segment in batch.segments)
+
+
+def test_each_branch_and_turn_has_its_teacher():
+    other = dataclasses.replace(completion(0, 3), prompt=np.array([9, 9, 9, 9], np.int32))
+    first = dataclasses.replace(completion(0, 5, forced=((2, 3),)), replies=((2, 3),), others=(other,))
+    second = dataclasses.replace(completion(1, 5, forced=((2, 3),)), replies=((2, 3),))
+    made = taught(group(4, [first, second], (True, False)))
+    scores = (
+        dataclasses.replace(made.scores[0], turns=(0.0, 1.0)),
+        dataclasses.replace(made.scores[1], turns=(0.0, 0.0)),
+    )
+    made = dataclasses.replace(made, scores=scores)
+    objective = ObjectiveConfig(credit="turn", advantage_normalization="none")
+    plain = build([made], objective, number=7)
+    batch = build([made], dataclasses.replace(objective, distill="sampled"), number=7)
+    assert batch.origins == [(0, 0, 0), (0, 0, 1), (0, 1, 0)]
+    for one, before, (_, i, b) in zip(batch.segments, plain.segments, batch.origins, strict=True):
+        trained = one.weights > 0
+        above = np.flatnonzero(trained) - (4 if b else 2) + 1
+        np.testing.assert_allclose((one.advantages - before.advantages)[trained], i + 0.1 * above, rtol=1e-5)
+        np.testing.assert_array_equal(one.weights, before.weights)
 
 
 def test_truncated_as_failures():

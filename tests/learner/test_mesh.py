@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from scalerl_jax.model.tensor_layout import hf_tensors
+from scalerl_jax.objective.losses import DIVERGENCES
 from tests.learner import mesh_program
 from tests.learner.mesh_program import DECODER, LENGTHS, MESHES, MICRO_BATCHES, ORDERS
 from tests.support.processes import run_command
@@ -108,6 +109,16 @@ def test_a_reference_policy_and_the_entropy_are_the_same(results):
     compare(tree(results, f"reference/{mesh}"), tree(results, "reference/one"), FLOAT32_TOLERANCE)
     got, wanted = (results[1][f"reference/{name}"] for name in (mesh, "one"))
     assert wanted["reference_kl"] > 1
+    for name, value in wanted.items():
+        assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("mesh", ["fsdp2-tensor4", "fsdp2-context2-tensor2"])
+@pytest.mark.parametrize("form", DIVERGENCES)
+def test_the_divergence_from_a_teacher_is_the_same(results, form, mesh):
+    compare(tree(results, f"{form}/{mesh}"), tree(results, f"{form}/one"), FLOAT32_TOLERANCE)
+    got, wanted = (results[1][f"{form}/{name}"] for name in (mesh, "one"))
+    assert wanted["compared"] > 100 and wanted["teacher_divergence"] > 1
     for name, value in wanted.items():
         assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 

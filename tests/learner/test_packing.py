@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_jax.learner.packing import MicroBatch, Segment, pack, plain
+from scalerl_jax.learner.packing import MicroBatch, Segment, TeacherScores, pack, plain
 
 INTEGERS = ("tokens", "positions", "segment_ids", "targets")
 FLOATS = ("weights", "advantages", "generator_logprobs")
@@ -57,6 +57,34 @@ def test_every_segment_lies_whole_where_it_is_told(case):
         assert len(set(found["segment_ids"].tolist())) == 1
         for name in FLOATS:
             np.testing.assert_array_equal(found[name], getattr(segment, name)[1:])
+
+
+def test_what_a_teacher_says_lies_beside_its_tokens() -> None:
+    """At the position that predicts each; nothing elsewhere, and a segment without a teacher has no ids."""
+    first, second, alone = make([5, 4, 3])
+    rng = np.random.default_rng(0)
+
+    def scores(tokens: int, k: int) -> TeacherScores:
+        top = rng.normal(size=(tokens, k)).astype(np.float32)
+        return TeacherScores(top[:, 0], rng.integers(0, 99, (tokens, k)).astype(np.int32), top)
+
+    taught = [
+        dataclasses.replace(first, teacher=scores(5, 2)),
+        dataclasses.replace(second, teacher=scores(4, 3)),
+        alone,
+    ]
+    (batch,), places = pack(taught, length=10, rows=2, teacher_k=3)
+    assert batch.teacher_ids is not None and batch.teacher_logprobs is not None
+    left = np.ones((2, 10, 3), bool)
+    for segment, place in zip(taught, places, strict=True):
+        if (teacher := segment.teacher) is not None:
+            at = (place.row, slice(place.start, place.start + place.positions), slice(teacher.ids.shape[1]))
+            np.testing.assert_array_equal(batch.teacher_ids[at], teacher.ids[1:])
+            np.testing.assert_array_equal(batch.teacher_logprobs[at], teacher.top_logprobs[1:])
+            left[at] = False
+    assert (batch.teacher_ids[left] == -1).all() and not batch.teacher_logprobs[left].any()
+    with pytest.raises(ValueError, match=r"segment 1: its teacher has 3 ids at a token, above 2 \(config.distill.k\)"):
+        pack(taught, length=10, rows=2, teacher_k=2)
 
 
 @given(case=cases)

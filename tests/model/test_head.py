@@ -38,6 +38,32 @@ def test_values_entropy_and_gradient_whatever_the_chunk(chunk):
     np.testing.assert_allclose(dparams["head"], np.einsum("rlv,rld->vd", dlogits, hidden), atol=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_log_probs_of_several_tokens_and_their_gradient(chunk):
+    """Beside the targets' and the entropy, which stay what they are to the last bit."""
+    params, (hidden, targets) = params_of(), inputs()
+    rng = np.random.default_rng(1)
+    ids = rng.integers(-1, DECODER.vocab_size, (ROWS, LENGTH, 3)).astype(np.int32)
+    at = rng.normal(size=ids.shape).astype(np.float32) * (ids >= 0)
+
+    def run(params, hidden):
+        *before, others = token_logprobs(params, DECODER, hidden, targets, chunk=chunk, entropy=True, ids=ids)
+        return (others * at).sum(), (before, others)
+
+    (dparams, dhidden), (before, others) = jax.jit(jax.grad(run, (0, 1), has_aux=True))(params, hidden)
+    alone = jax.jit(lambda p, h: token_logprobs(p, DECODER, h, targets, chunk=chunk, entropy=True))(params, hidden)
+    for one, other in zip(before, alone, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    weight = np.asarray(params["head"], np.float64)
+    exact = log_softmax64(np.asarray(hidden, np.float64) @ weight.T)
+    wanted = np.take_along_axis(exact, np.maximum(ids, 0), axis=-1)
+    np.testing.assert_allclose(np.where(ids >= 0, others - wanted, 0), 0, atol=1e-5)
+    one_hot = np.eye(DECODER.vocab_size)[np.maximum(ids, 0)]
+    dlogits = (at[..., None] * (one_hot - np.exp(exact)[:, :, None])).sum(axis=2)
+    np.testing.assert_allclose(dhidden, dlogits @ weight, atol=1e-5)
+    np.testing.assert_allclose(dparams["head"], np.einsum("rlv,rld->vd", dlogits, hidden), atol=1e-4)
+
+
 def test_entropy_has_no_gradient():
     params, (hidden, targets) = params_of(), inputs()
     grad = jax.grad(lambda h: token_logprobs(params, DECODER, h, targets, entropy=True)[1].sum())(hidden)
@@ -108,13 +134,14 @@ def test_tokens_by_vocabulary_never_exists():
     params = {"head": jax.ShapeDtypeStruct((vocabulary, 16), jnp.float32)}
     hidden = jax.ShapeDtypeStruct((2, length, 16), jnp.bfloat16)
     targets = jax.ShapeDtypeStruct((2, length), jnp.int32)
+    ids = jax.ShapeDtypeStruct((2, length, 8), jnp.int32)
 
-    def loss(params, hidden, targets):
-        logp, entropy = token_logprobs(params, config, hidden, targets, chunk=chunk, entropy=True)
-        return logp.sum(), entropy
+    def loss(params, hidden, targets, ids):
+        logp, entropy, others = token_logprobs(params, config, hidden, targets, chunk=chunk, entropy=True, ids=ids)
+        return logp.sum() + others.sum(), entropy
 
     step = jax.grad(loss, (0, 1), has_aux=True)
-    sizes = [np.prod(v.aval.shape) for v in every_variable(jax.make_jaxpr(step)(params, hidden, targets).jaxpr)]
+    sizes = [np.prod(v.aval.shape) for v in every_variable(jax.make_jaxpr(step)(params, hidden, targets, ids).jaxpr)]
     assert max(sizes) <= 2 * chunk * vocabulary
-    compiled = jax.jit(step).lower(params, hidden, targets).compile()
+    compiled = jax.jit(step).lower(params, hidden, targets, ids).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * length * vocabulary * 4 / 2
