@@ -1,7 +1,7 @@
 """The quickstart's policy learns from a teacher that RL made, on the quickstart's task: on-policy distillation.
 
 Command    make quickstart, which makes the warm start and, by RL, the teacher; then
-           scalerl-export runs/quickstart runs/quickstart-teacher
+           scalerl-export --workdir=runs/quickstart --out=runs/quickstart-teacher
            scalerl-train --config=configs/distill.py --workdir=runs/distill
 Hardware   2 CPU cores, 4 GB of memory
 """

@@ -305,6 +305,7 @@ class _Teacher:
 
     def _list(self, addresses: Sequence[str]) -> None:
         for address in set(self._servers) - set(addresses):
+            _log.warning("teacher %s, server %s has left: it is no longer listed", self.name, address)
             self._servers.pop(address).task.cancel()
         for address in addresses:
             if address not in self._servers:

@@ -38,7 +38,12 @@ class Liar:
     def __init__(self, *, slots: int = 8, queue: int = 16, token_seconds: float = 0.0, mean_tokens: float = 12.0):
         self._token_seconds = token_seconds
         self._info = EngineInfo(
-            "replay", slots, queue, maximum_tokens=4096, tensors=SHAPES, tokenizer_fingerprint="replay",
+            "replay",
+            slots,
+            queue,
+            maximum_tokens=4096,
+            tensors=SHAPES,
+            tokenizer_fingerprint="replay",
             maximum_top_k=VOCABULARY,
         )
         self._script = Scripted(vocabulary=VOCABULARY, mean_tokens=mean_tokens)

@@ -21,7 +21,7 @@ from scalerl_jax.rollouts.servers import teacher_server
 from scalerl_jax.rollouts.servers.validate_status import Expected
 from scalerl_jax.rollouts.teachers import Teachers, Where, where_of
 from tests.rollouts.liar import Liar
-from tests.rollouts.small_trainer import VOCABULARY, config, row
+from tests.rollouts.small_trainer import VOCABULARY, Trainer, config, row
 from tests.support.replay.scripts import Scripted
 from tests.support.waiting import SECONDS, eventually
 
@@ -65,17 +65,18 @@ class Asked:
         return str(eventually(lambda: self.thread._failure))
 
 
-@contextlib.contextmanager
-def asking(*liars: Liar, form: str = "sampled", students=list, **wheres: Where) -> Iterator[Asked]:
+def make(*liars: Liar, form: str = "sampled", observe=lambda status, from_here: None, **wheres: Where) -> Teachers:
     made = config(objective_distill=form, distill_k=K, distill_seconds=SECONDS, fleet_discovery_seconds=0.05)
     where = wheres or {"tutor": Where(tuple(liar.address for liar in liars))}
     made.distill.teachers = dict.fromkeys(where, "here")
     made.distill.column = "tutor" if len(where) > 1 else ""
-    thread = LoopThread("teachers")
-    teachers = Teachers(
-        made, where, prompt=row(0).token_ids, expected=EXPECTED, limits=LIMITS_WITH_EXPERTS,
-        observe=lambda status, from_here: None,
-    )  # fmt: skip
+    prompt = row(0).token_ids
+    return Teachers(made, where, prompt=prompt, expected=EXPECTED, limits=LIMITS_WITH_EXPERTS, observe=observe)
+
+
+@contextlib.contextmanager
+def asking(*liars: Liar, students=list, **options) -> Iterator[Asked]:
+    thread, teachers = LoopThread("teachers"), make(*liars, **options)
     thread.start(lambda: teachers.begin(thread, fail=thread.fail, students=students))
     try:
         yield Asked(thread, teachers)
@@ -165,7 +166,10 @@ def test_the_students_top_k_is_what_the_teacher_is_asked_for(liar, monkeypatch):
 
 LIES: dict[str, tuple[str, Callable[[pb.ScoreReply, pb.ScoreRequest], pb.ScoreReply]]] = {
     "shifted": ("differ from those that this teacher gave before by", lambda reply, _: shifted(reply, 0.1)),
-    "NaN": (r"not finite or above 0", lambda reply, _: change(reply, logprobs=np.full(len(reply.logprobs) // 4, np.nan))),
+    "NaN": (
+        r"not finite or above 0",
+        lambda reply, _: change(reply, logprobs=np.full(len(reply.logprobs) // 4, np.nan)),
+    ),
     "long": (r"bytes of logprobs", lambda reply, _: change(reply, logprobs=[*codec.decode_floats(reply.logprobs), -1])),
     "two ways": (
         "differ from its own of the same tokens",
@@ -237,6 +241,37 @@ def test_rows_choose_their_teacher(liar, second):
             asked = np.array([liar.calls["scored"], second.calls["scored"]]) > before
             assert asked.tolist() == [name == "one", name == "two"]
         assert ask(row(0), completion(2)) == [()]  # it names none
+
+
+def test_the_groups_of_a_batch_have_their_teachers_scores(liar, second, monkeypatch):
+    """And none those of an evaluation. A batch that waits for a teacher says so."""
+    monkeypatch.setattr(teacher_server, "PAUSE_SECONDS", 0.01)
+    statuses, asked = [], []
+    teachers = make(second, observe=lambda status, from_here: statuses.append(status.server_id))
+    with Trainer(config(), [liar], teachers=teachers) as trainer:
+        eventually(lambda: second.calls["scored"])
+        second.score = lambda reply, _: (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+
+        def wait() -> None:
+            status = trainer.fleet.status()
+            if status["waits_for"] == ["teacher tutor"]:
+                assert ", with teacher tutor)" in status["waiting"]
+                asked.append(second.calls["scored"])
+                second.score = lambda reply, _: reply
+            trainer.wait()
+
+        for group in [*trainer.update(wait), *trainer.update()]:
+            for one, scores in zip(group.completions, group.teachers, strict=True):
+                np.testing.assert_allclose(scores[0].logprobs, truth(group.row, one), atol=1e-6)
+        assert asked and set(statuses) == {second.service.server_id}
+        groups = trainer.fleet.result(trainer.fleet.evaluate(2, [row(5)], 3), trainer.wait)
+        assert [group.teachers for group in groups] == [None]
+        # What a server delivered is taken back with what its teacher said of it.
+        process = trainer.fleet.trust.working()[0]
+        trainer.fleet.batch(2, trainer.wait)
+        assert trainer.fleet.trust.dismiss(process, "it lies", [8]) == 4
+        (again, *_) = trainer.update()
+        assert again.number == 8 and len(again.teachers) == 4
 
 
 def test_what_cannot_be_is_one_line_before_the_run(tmp_path):

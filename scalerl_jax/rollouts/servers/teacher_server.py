@@ -121,7 +121,8 @@ class TeacherServer:
                 await self._poll()
                 await asyncio.sleep(self._config.fleet.heartbeat_seconds)
         finally:
-            self._lose("no longer listed")
+            self.admitted = False
+            self._end_calls()
             await self._channel.close()
 
     async def _poll(self) -> None:
