@@ -1,16 +1,16 @@
 """Teachers: models that are never updated, and score what the policy samples (config.distill, objective.distill).
 
-    where      config.distill.teachers: servers of the contract, listed as --servers lists the run's; or a model folder,
-               which local servers serve
+    where         config.distill.teachers: servers of the contract, listed as --servers lists the run's; or a model
+                  folder, which a local server serves
     sampled       the teacher's log-prob of each token
     topk_forward  and of its k most likely tokens
     student_topk  and of the policy's k most likely tokens, as a generator of the run tells them
-    queue      each branch of a completion is one sequence. It is asked of the server with the least to do, and after a
-               failure of another one; of its answers the last CACHE_BYTES are kept, so that none is asked for twice
-    server     one that dies is met again when it answers, or when discovery finds another
+    queue         each branch of a completion is one sequence. It is asked of the server with the least to do, and after
+                  a failure of another one. CACHE_BYTES of the latest answers are kept, so that none is asked for twice
+    server        one that dies is met again when it answers, or discovery finds another
 
-A server that does not tell the teacher's log-probs is sent away (servers/teacher_server.py). Where none is left that ends
-the run; where all are lost the run waits.
+A server that does not tell the teacher's log-probs is sent away (servers/teacher_server.py). Where none is left that
+ends the run; where all are lost the run waits.
 """
 
 import asyncio
@@ -58,8 +58,6 @@ CALLS = 2  # to one server at a time: one is computed, one waits
 SEQUENCES = 16  # of one call, at the most
 STUDENT_CALLS = 4  # scores asked of one generator of the run at a time: it answers no more than 8
 TRIES = 16  # of one sequence: one that ends servers must not end them all, again and again
-
-Fail = Callable[[BaseException], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +122,7 @@ class _Sequence:
 class Teachers:
     """Those of one run.
 
-    where: each teacher's servers; a local one's addresses are there by now. prompt: [tokens] int32, which references
-    are sampled behind. limits: of |log-prob difference| by dtype: (mean, 99th percentile). observe: each status that may
-    be true of each server, and whether it is to be booked from here on only.
+    where: each teacher's servers. prompt, limits, observe: see TeacherContext.
 
     To be used on the fleet's loop, but for `drain`.
     """
@@ -144,10 +140,10 @@ class Teachers:
         self._config, self._where = config, where
         self._form, self._k = config.objective.distill, config.distill.k
         self._vocabulary = vocabulary_of(expected.model_config)
-        top_k = top_k_of(config)
-        self._shared = {
-            "config": config, "expected": expected, "top_k": top_k, "prompt": prompt, "limits": limits, "observe": observe
-        }  # fmt: skip
+        self._context = functools.partial(
+            TeacherContext, config=config, expected=expected, top_k=top_k_of(config), prompt=prompt, limits=limits,
+            observe=observe,
+        )  # fmt: skip
         self._teachers: dict[str, _Teacher] = {}
         self._known = collections.OrderedDict[bytes, asyncio.Future[codec.Scores]]()  # by digest, the oldest first
         self._known_bytes = 0
@@ -155,13 +151,16 @@ class Teachers:
         self._drained_at = time.monotonic()
 
     def begin(
-        self, thread: LoopThread, *, fail: Fail, students: Callable[[], Sequence[ServerClient]]
+        self,
+        thread: LoopThread,
+        *,
+        fail: Callable[[BaseException], None],
+        students: Callable[[], Sequence[ServerClient]],
     ) -> list[Coroutine[Any, Any, None]]:
         """What is to run on the fleet's loop. students: the servers that hold the policy, now."""
         self._thread, self._students = thread, students
-        self._teachers = {
-            name: _Teacher(name, where, self._shared | {"fail": fail}) for name, where in self._where.items()
-        }
+        context = functools.partial(self._context, fail=fail)
+        self._teachers = {name: _Teacher(name, where, context) for name, where in self._where.items()}
         return [teacher.run() for teacher in self._teachers.values()]
 
     def name_of(self, row: Row) -> str:
@@ -267,12 +266,10 @@ def _bytes(scores: codec.Scores) -> int:
 class _Teacher:
     """One teacher: its servers, and what waits for them."""
 
-    def __init__(self, name: str, where: Where, shared: Mapping[str, Any]):
-        """shared: fields of TeacherContext."""
+    def __init__(self, name: str, where: Where, context: Callable[..., TeacherContext]):
+        """context: with what all teachers share."""
         self.name, self._where, self.row = name, where, _fresh_row()
-        self._context = TeacherContext(
-            name=name, credentials=where.credentials, changed=self._pump, sent_away=self._sent_away, **shared
-        )
+        self._context = context(name=name, credentials=where.credentials, changed=self._pump, sent_away=self._sent_away)
         self._servers: dict[str, TeacherServer] = {}
         self._queue: list[_Sequence] = []
         self._lost = True  # no server can be asked

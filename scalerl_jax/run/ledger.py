@@ -14,11 +14,11 @@ A generator's seconds come from the counters of its status replies, times its de
 
     rest = max(0, min(up, watched) - busy)        stalled = min(rest, stall)        idle = rest - stalled
 
-The time of teachers (rollouts/teachers.py) while training goes on is a class of its own, `teacher`: a teacher is a model
-that was made before, and its servers may be those of several runs.
-
 What a run costs, `device_hours`, is busy and idle of both sides; the x axis of the fit is made of it and of the steps
 (scaling/units.py). The row of the evaluation at step 0, which is written before `begin`, is at 0 exactly.
+
+The time of teachers' servers (rollouts/teachers.py) while training goes on is a class of its own, `teacher`, and no
+part of that: a teacher was made before, and its servers may be those of several runs.
 
 Model FLOPs are counted by formula. With N the weights of the matrix products (the head counts, the embedding lookup
 does not; tied, the table counts once; of the experts a token's own count), L layers, H heads of size h, and c the

@@ -2,11 +2,11 @@
 
 Whether it tells the teacher's log-probs:
 
-    met        the first server of a teacher samples a few tokens itself: it must score them as it sampled them. What it
-               says of them is the reference: every other server must say the same, within the parity limits of the dtype
+    met        the first server of a teacher samples some tokens itself: it must score them as it sampled them. What it
+               says of them is the reference: every other server must say the same, within the limits of the dtype
     each call  ends with the same tokens, and counts only where the server says of them what the reference does
-    answer     what the codec checks; the log-prob of a token among the top ids or the targets is the same in both; it is
-               by the weights that the server was met with
+    answer     as the codec checks it; the log-prob of a token that is among the top ids or the targets is the same
+               there; and it is by the weights that the server was met with
 
 A server that fails is sent away with one line; another process on its address is met as a new one. A lone server that
 samples and scores with the same wrong weights is not found: nothing else knows the teacher.
@@ -17,8 +17,8 @@ Lives on the fleet's event loop.
 import asyncio
 import dataclasses
 import json
-import math
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
@@ -105,7 +105,7 @@ class TeacherServer:
         self.heard = self.admitted = False  # it has answered; it may be asked
         self.refused = ""  # the process that was sent away, while nothing else answers
         self.reason = f"server {address}: not reached yet"  # why it cannot be asked
-        self.calls: dict["asyncio.Task[None]", int] = {}  # tokens of each
+        self.calls: dict[asyncio.Task[None], int] = {}  # tokens of each
         self.free_at, self._heard_at = 0.0, -math.inf
         self._limit = peer_text.LogLimit()
         self.task = watched(self._run(), context.fail)
