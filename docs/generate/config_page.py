@@ -27,6 +27,7 @@ GROUPS = {
     "rollout": "What is sampled for one step. The product of `prompts_per_step` and `group_size` is the batch.",
     "objective": "What a batch teaches. See [losses](../algorithms/losses.md) and "
     "[advantages](../algorithms/advantages.md).",
+    "distill": "The teacher to learn from. See [distillation](../algorithms/distillation.md).",
     "optimizer": "AdamW.",
     "learner": "How the update lies on the trainer's devices. See [memory](../how_to/memory.md) and "
     "[many hosts](../how_to/many_hosts.md).",

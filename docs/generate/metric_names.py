@@ -57,6 +57,8 @@ UPDATE: Names = {
     "masked": ("share", "loss tokens that a mask took out (IcePop, DPPO, CPPO)"),
     "reference_kl": ("nats", "KL to the policy the run began with, k3 estimate per loss token; "
                      "only with objective.reference_kl"),
+}  # fmt: skip
+DISTILLATION: Names = {
     "teacher_kl": ("nats", "generator's log-prob - teacher's, mean over the loss tokens that a teacher scored: the k1 "
                    "estimate of the policy's KL to it; only with objective.distill"),
     "teacher_divergence": ("nats", "what objective.distill=topk_forward or student_topk minimizes, mean over the loss "
@@ -243,6 +245,7 @@ METRICS: dict[str, Names] = {
     "The batch": BATCH,
     "Staleness": STALENESS,
     "The update": UPDATE,
+    "Distillation": DISTILLATION,
     "Trainer against generators": OFF_POLICY,
     "Where the time went": TIME,
     "Servers and log-prob parity": SERVERS,

@@ -100,7 +100,7 @@ class Received:
         ends = np.cumsum(arrays["sizes"])
         for place, start, end in zip(arrays["at"].tolist(), (ends - arrays["sizes"]).tolist(), ends.tolist()):
             fields = {name: arrays[name][start:end] for name in _FIELDS}
-            told = {name: arrays.get(f"teacher/{name}/{place}") for name in _OF_TEACHER}
+            told: dict[str, Any] = {name: arrays.get(f"teacher/{name}/{place}") for name in _OF_TEACHER}
             teacher = TeacherScores(**told) if told["logprobs"] is not None else None
             self._there[place] = Segment(**fields, experts=arrays.get(f"experts/{place}"), teacher=teacher)
 

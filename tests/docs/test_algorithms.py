@@ -21,7 +21,7 @@ ALGORITHMS = sorted((DOCS / "algorithms").glob("*.md"))
 PAGES = [*ALGORITHMS, *sorted((DOCS / "recipes").glob("*.md")), DOCS / "papers.md"]
 FIELDS = config_check.leaves(Config())
 # Groups of which an algorithms page names every field; of the others those whose value changes what is learned.
-WHOLE = ("objective", "curriculum", "pacing", "optimizer", "evaluation")
+WHOLE = ("objective", "distill", "curriculum", "pacing", "optimizer", "evaluation")
 OTHERS = (
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.prompts_per_step", "rollout.group_size"),
     *("rollout.thinking_budget_min", "rollout.thinking_budget_max", "rollout.answer_budget", "rollout.length_control"),
@@ -160,7 +160,7 @@ def test_every_test_that_is_named_exists(page: pathlib.Path) -> None:
 
 
 def test_every_loss_mask_and_normalization_names_its_test() -> None:
-    for page in ("losses", "advantages", "curriculum", "pacing", "weight_stream", "fit"):
+    for page in ("losses", "advantages", "distillation", "curriculum", "pacing", "weight_stream", "fit"):
         assert len(_TEST.findall(text(DOCS / "algorithms" / f"{page}.md"))) >= 4, page
 
 

@@ -1,5 +1,6 @@
 """Distillation through a whole gradient: the divergence over the vocabulary, whatever is packed beside."""
 
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ LENGTH, WEIGHT, VOCABULARY = 48, 0.7, toy_decoder().vocab_size
 pytestmark = pytest.mark.slow
 
 
+@functools.cache
 def started(k: int, *, rows: int = 2, **objective: Any) -> Trainer:
     trainer = trainer_of(DECODER, Layout(seq_len=LENGTH, rows=rows, logprob_chunk=16, teacher_k=k), **objective)
     trainer.start(params_of(DECODER))
