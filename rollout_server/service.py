@@ -29,7 +29,7 @@ from rollout_server.activity import Activity
 from rollout_server.connections import Connections
 from rollout_server.engines.admission import check_places, check_score
 from rollout_server.engines.engine import AskedAgain, Engine, EngineInfo, QueueFull, WrongVersion
-from rollout_server.guard import OTHERS, Bound, Guard, QuietLog
+from rollout_server.guard import OTHERS, Bound, CallContext, Guard, QuietLog
 from rollout_server.weight_push import WeightReceiver
 from scalerl_jax.contract import codec, limits, rollout_pb2_grpc, rpc
 from scalerl_jax.contract import rollout_pb2 as pb
@@ -150,23 +150,31 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreReply:
         try:
-            sequence = codec.score_request_from_proto(request)
-            check_score(sequence, self._engine.info)
-            return codec.scores_to_proto(*await self._engine.score(sequence))
+            reply = await self._scored(request)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return reply
 
-    async def ScoreMany(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
-        while True:
-            try:
+    async def ScoreMany(self, request_iterator: object, context: CallContext) -> None:
+        try:
+            while True:
                 async with asyncio.timeout(SCORE_STALL_SECONDS):
                     request = await context.read()
-            except TimeoutError:
-                why = f"no request has come for {SCORE_STALL_SECONDS:g} s"
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, why)
-            if request is grpc.aio.EOF:
-                return
-            await context.write(await self.Score(request, context))
+                if request is grpc.aio.EOF:
+                    return
+                await context.write(await self._scored(request))
+        except ValueError as error:
+            await context.drain()
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except TimeoutError:
+            why = f"no request has come for {SCORE_STALL_SECONDS:g} s"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, why)
+
+    async def _scored(self, request: pb.ScoreRequest) -> pb.ScoreReply:
+        """Raises ValueError where it can never be served."""
+        sequence = codec.score_request_from_proto(request)
+        check_score(sequence, self._engine.info)
+        return codec.scores_to_proto(*await self._engine.score(sequence))
 
 
 class RolloutServer:

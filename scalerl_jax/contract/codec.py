@@ -149,6 +149,12 @@ class ScoreRequest:
             none = np.zeros((max(0, len(self.token_ids) - self.first), 0), np.int32)
             object.__setattr__(self, "target_ids", none)
 
+    def ids(self) -> np.ndarray:
+        """[n, 1 + k] int32: each token itself, then its targets; -1 where nothing is asked or predicted."""
+        ids = np.concatenate([self.token_ids[self.first :, None], self.target_ids], axis=1).astype(np.int32)
+        ids[: self.first == 0] = -1
+        return ids
+
 
 @dataclasses.dataclass(frozen=True)
 class Scores:

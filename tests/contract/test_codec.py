@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,99 @@ def test_bytes_that_are_no_arrays() -> None:
     message.finish_reason = 17
     with pytest.raises(ValueError, match="finish reason 17"):
         codec.completion_from_proto(message)
+
+
+@st.composite
+def scored(draw: st.DrawFn) -> tuple[codec.ScoreRequest, codec.Scores]:
+    tokens, rng = draw(token_ids), np.random.default_rng(draw(st.integers(0, 99)))
+    first, top_k, k = draw(st.integers(0, len(tokens) - 1)), draw(st.integers(0, 5)), draw(st.integers(0, 4))
+    rows, predicted = len(tokens) - first, (np.arange(first, len(tokens)) > 0)[:, None]
+    targets = rng.integers(-1, 7, (rows, k)).astype(np.int32)
+    # A row of eight probabilities, of which those asked for are told.
+    row = -np.sort(-np.log(rng.dirichlet(np.ones(8), rows)).astype(np.float32), axis=1)
+    ids = np.argsort(rng.random((rows, 8)), axis=1).astype(np.int32)
+    told = np.take_along_axis(row, np.argsort(ids, axis=1), axis=1)
+    of_targets = np.where(predicted & (targets >= 0), np.take_along_axis(told, np.maximum(targets, 0), axis=1), 0)
+    return codec.ScoreRequest(tokens, first, top_k, targets), codec.Scores(
+        logprobs=np.where(predicted[:, 0], row[:, 0], 0),
+        top_ids=np.where(predicted, ids, -1)[:, :top_k],
+        top_logprobs=np.where(predicted, row, 0)[:, :top_k],
+        target_logprobs=of_targets.astype(np.float32),
+    )
+
+
+@given(scored())
+def test_scores_survive_the_wire(pair: tuple[codec.ScoreRequest, codec.Scores]) -> None:
+    request, scores = pair
+    data = codec.score_request_to_proto(request).SerializeToString()
+    assert same(codec.score_request_from_proto(pb.ScoreRequest.FromString(data)), request)
+    data = codec.scores_to_proto(scores, codec.Version(3, 4)).SerializeToString()
+    reply = pb.ScoreReply.FromString(data)
+    assert codec.version_from_proto(reply.version) == codec.Version(3, 4)
+    assert same(codec.scores_from_proto(reply, request, vocabulary=8), scores)
+
+
+def test_a_request_to_score_of_a_client_that_knows_tokens_only() -> None:
+    request = codec.score_request_from_proto(pb.ScoreRequest(token_ids=codec.encode_ids([5, 6, 7])))
+    assert same(request, codec.ScoreRequest(np.array([5, 6, 7], np.int32)))
+    assert (request.target_ids.shape, request.ids().tolist()) == ((3, 0), [[-1], [6], [7]])
+    later = codec.ScoreRequest(np.array([5, 6, 7]), 1, target_ids=np.array([[1, -1], [2, 3]]))
+    assert later.ids().tolist() == [[6, 1, -1], [7, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"logprobs": [-1, -1, -1]}, "12 bytes of logprobs, which are [2] numbers"),
+        ({"logprobs": [-1, np.nan]}, "logprobs that are not finite"),
+        ({"logprobs": [-1, -np.inf]}, "logprobs that are not finite"),
+        ({"logprobs": [-1, 0.5]}, "logprobs that are not finite or above 0"),
+        ({"top_ids": [], "top_logprobs": []}, "0 bytes of top_ids, which are [2, 2] numbers"),
+        ({"top_logprobs": [-1, -2]}, "8 bytes of top_logprobs"),
+        ({"top_logprobs": [-1, -2, 1, -2]}, "top_logprobs that are not finite or above 0"),
+        ({"top_logprobs": [-1, -2, -2, -1]}, "top_logprobs that do not descend"),
+        ({"top_logprobs": [-1, -2, -0.1, -0.1]}, "more than all of the mass"),
+        ({"top_ids": [4, 3, 2, 8]}, "top_ids outside [0, 8)"),
+        ({"top_ids": [4, 3, 2, -1]}, "top_ids outside [0, 8)"),
+        ({"top_ids": [4, 3, 2, 2]}, "an id twice"),
+        ({"target_logprobs": []}, "0 bytes of target_logprobs, which are [2, 1] numbers"),
+        ({"target_logprobs": [0.5, 0]}, "target_logprobs that are not finite or above 0"),
+        ({"target_logprobs": [-1, -1]}, "target_logprobs where there is no target"),
+    ],
+)
+def test_scores_that_break_the_contract(change: dict[str, Any], told: str) -> None:
+    request = codec.ScoreRequest(np.array([5, 6, 7]), 1, 2, np.array([[3], [-1]]))
+    good = {
+        "logprobs": [-1, -2],
+        "top_ids": [4, 3, 2, 0],
+        "top_logprobs": [-1, -2, -0.5, -1],
+        "target_logprobs": [-2, 0],
+    }
+
+    def reply(fields: dict[str, Any]) -> pb.ScoreReply:
+        encode = {"top_ids": codec.encode_ids}
+        return pb.ScoreReply(**{name: encode.get(name, codec.encode_floats)(value) for name, value in fields.items()})
+
+    assert codec.scores_from_proto(reply(good), request, vocabulary=8).top_ids.tolist() == [[4, 3], [2, 0]]
+    with pytest.raises(ValueError, match=f"^scores: .*{re.escape(told)}") as error:
+        codec.scores_from_proto(reply(good | change), request, vocabulary=8)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "top_ids", "top_logprobs", "target_logprobs"])
+def test_scores_tell_nothing_of_the_first_token(name: str) -> None:
+    request = codec.ScoreRequest(np.array([5, 6]), 0, 1, np.array([[3], [2]]))
+    arrays = {"logprobs": np.zeros(2), "top_ids": np.full((2, 1), -1), "top_logprobs": np.zeros((2, 1))}
+    arrays |= {"target_logprobs": np.zeros((2, 1))}
+    arrays["top_ids"][1] = 4
+    assert codec.scores_from_proto(
+        codec.scores_to_proto(codec.Scores(**arrays), codec.Version(0, 0)), request, vocabulary=8
+    )
+    arrays[name][0] -= 0.5 if name != "top_ids" else -4
+    with pytest.raises(ValueError, match="first token, which nothing predicts"):
+        codec.scores_from_proto(
+            codec.scores_to_proto(codec.Scores(**arrays), codec.Version(0, 0)), request, vocabulary=8
+        )
 
 
 def test_the_wire_is_little_endian() -> None:

@@ -3,26 +3,30 @@
 import asyncio
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
+from rollout_server import guard
 from rollout_server.engines.engine import Engine
 from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
-from scalerl_jax.contract.codec import Version
+from scalerl_jax.contract.codec import ScoreRequest, Version
 from tests.rollout_server.client import (
     INCARNATION,
     PROMPT,
     SECONDS,
     STOP,
+    Served,
     ended,
     group,
     long_group,
     random_weights,
     serving,
 )
+from tests.rollout_server.external import External
 from tests.rollout_server.pause_decoding import CHUNK, pause_decoding
 
 MakeEngine = Callable[..., Engine]
@@ -43,6 +47,7 @@ async def test_status_tells_what_the_server_is(make_engine: MakeEngine) -> None:
         assert (status.head_dtype, status.sync_dtype, status.devices) == ("float32", info.sync_dtype, info.devices)
         assert status.head_precision == info.head_precision == "default"
         assert (status.slots, status.queue_capacity, status.maximum_tokens) == (4, 8, 256)
+        assert status.maximum_top_k in (0 if isinstance(served.engine, External) else 64, 64)
         assert codec.version_from_proto(status.version) == Version(0, 0)
         assert free(status) and status.sampled_tokens == status.versions_applied == 0
 
@@ -97,6 +102,58 @@ async def test_scores_are_the_log_probabilities_sampled_with(make_engine: MakeEn
             assert scored_by == version
             assert logprobs[0] == 0
             np.testing.assert_allclose(logprobs[len(PROMPT) :], completion.logprobs, atol=1e-4)
+        if (await served.status()).maximum_top_k:
+            await check_scores(served, np.concatenate([PROMPT, completion.token_ids]), logprobs)
+
+
+async def check_scores(served: Served, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    """Parts, top ids and targets are those of whole distributions; logprobs: as clients get them that know no more."""
+    length, vocabulary = len(tokens), served.engine.info.vocabulary
+    everything = np.tile(np.arange(vocabulary, dtype=np.int32), (length, 1))
+    whole = await served.scores(ScoreRequest(tokens, target_ids=everything))
+    np.testing.assert_allclose(whole.logprobs, logprobs, atol=1e-5)
+    assert not whole.target_logprobs[0].any()
+    rows = whole.target_logprobs.astype(np.float64)
+    mass = np.exp(rows[1:]).sum(axis=1)
+    if served.engine.info.name == "replay":  # it has no model
+        assert (mass < 1).all()
+    else:
+        np.testing.assert_allclose(mass, 1, atol=1e-4)
+    requests = []
+    for first in (0, 1, 2, length - 1):
+        targets = np.stack([tokens[first:], np.full(length - first, -1), tokens[first:][::-1]], axis=1)
+        requests += [
+            ScoreRequest(tokens, first),
+            ScoreRequest(tokens, first, 5),
+            ScoreRequest(tokens, first, target_ids=targets),
+            ScoreRequest(tokens, first, vocabulary, targets),
+        ]
+    requests.append(ScoreRequest(tokens[:1], 0, 2, np.array([[3, -1]])))
+    alone = [await served.scores(request) for request in requests]
+    for request, scores in zip(requests, alone):
+        first, begin = request.first, int(request.first == 0)
+        expected = rows[first : len(request.token_ids)]
+        np.testing.assert_allclose(scores.logprobs, logprobs[first : len(request.token_ids)], atol=1e-5)
+        top = -np.sort(-expected, axis=1)[begin:, : request.top_k]
+        np.testing.assert_allclose(scores.top_logprobs[begin:], top, atol=1e-5)
+        given = np.take_along_axis(expected[begin:], scores.top_ids[begin:], axis=1)
+        np.testing.assert_allclose(scores.top_logprobs[begin:], given, atol=1e-5)
+        if request.target_ids.size:
+            told = np.take_along_axis(expected, np.maximum(request.target_ids, 0), axis=1)
+            np.testing.assert_allclose(scores.target_logprobs, np.where(request.target_ids < 0, 0, told), atol=1e-5)
+    # All at once, and one after another.
+    call = served.stub.ScoreMany(map(codec.score_request_to_proto, requests), timeout=SECONDS)
+    replies = [reply async for reply in call]
+    call = served.stub.ScoreMany(timeout=SECONDS)
+    for request in requests:
+        await call.write(codec.score_request_to_proto(request))
+        replies.append(await call.read())
+    await call.done_writing()
+    assert await call.read() is grpc.aio.EOF
+    for request, scores, reply in zip(requests * 2, alone * 2, replies, strict=True):
+        many = codec.scores_from_proto(reply, request, vocabulary=vocabulary)
+        for name, array in vars(scores).items():
+            np.testing.assert_allclose(getattr(many, name), array, atol=1e-5)
 
 
 async def test_thinking_is_interrupted_at_its_budget(make_engine: MakeEngine) -> None:
@@ -160,7 +217,8 @@ def _broken(change: Callable[[pb.GenerateRequest], None], **options: object) -> 
     return message
 
 
-async def test_requests_that_nobody_could_serve(make_engine: MakeEngine) -> None:
+async def test_requests_that_nobody_could_serve(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "DRAIN_SECONDS", SECONDS)
     broken = {
         "no prompt": _broken(lambda m: m.ClearField("prompt_token_ids")),
         "half a token": _broken(lambda m: setattr(m, "prompt_token_ids", b"123")),
@@ -185,8 +243,45 @@ async def test_requests_that_nobody_could_serve(make_engine: MakeEngine) -> None
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await served.score(tokens)
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        if (await served.status()).maximum_top_k:
+            await check_refused_scores(served)
         assert len(await served.generate(group(incarnation=0))) == 4
         assert free(await served.until(free))
+
+
+ROW = codec.encode_ids([3, 4, 5])
+REFUSED_SCORES: dict[str, tuple[dict[str, Any], str]] = {
+    "an odd byte": ({"token_ids": ROW + b"1"}, ""),
+    "first is no place": ({"first": 3}, "first is 3, of 3 tokens"),
+    "first is huge": ({"first": 2**32 - 1}, "first is 4294967295, of 3 tokens"),
+    "first, and no tokens": ({"token_ids": b"", "first": 1}, "first is 1, of 0 tokens"),
+    "targets, and no tokens": ({"token_ids": b"", "target_ids": ROW}, "0 tokens"),
+    "more top ids than there are": ({"top_k": 65}, "65 top ids a token, at most 64 are possible"),
+    "top ids without number": ({"top_k": 2**32 - 1}, "top ids"),
+    "targets of an odd length": ({"target_ids": ROW + b"1"}, "13 bytes of target ids"),
+    "targets for two of three": ({"target_ids": ROW[:8]}, "8 bytes of target ids"),
+    "targets for three of two": ({"first": 1, "target_ids": ROW}, "12 bytes of target ids"),
+    "too many targets": ({"target_ids": ROW * 65}, "65 target ids a token, at most 64 are possible"),
+    "a target outside": ({"target_ids": codec.encode_ids([3, 64, -1])}, "target ids"),
+    "a target below -1": ({"target_ids": codec.encode_ids([3, -2, -1])}, "target ids"),
+    "a message too long": ({"target_ids": bytes(2**20)}, "a message of"),
+}
+
+
+async def check_refused_scores(served: Served) -> None:
+    good = codec.score_request_to_proto(ScoreRequest(np.array([3, 4, 5]), 1, 2))
+    for name, (fields, why) in REFUSED_SCORES.items():
+        bad = pb.ScoreRequest(**{"token_ids": ROW, **fields})
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await served.stub.Score(bad, timeout=SECONDS)
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT, name
+        assert why in (error.value.details() or ""), name
+        # Those before it are answered, and those behind it are not: their client hears why.
+        call = served.stub.ScoreMany([good, bad, *[good] * 50], timeout=SECONDS)
+        assert len(await ended(call)) == 1, name
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT, name
+        assert why in await call.details(), name
+    assert (await served.stub.Score(good, timeout=SECONDS)).logprobs
 
 
 async def test_a_full_server_says_so_and_takes_nothing(make_engine: MakeEngine) -> None:

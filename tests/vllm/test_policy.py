@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from scalerl_jax.contract.codec import GroupRequest, Interruption, Version
+from scalerl_jax.contract.codec import GroupRequest, Interruption, ScoreRequest, Version
 from tests.rollout_server.client import serving
 from tests.support.models import random_tensors
 from tests.support.transformers_reference import alone, check_experts, logprobs_of, swapped
@@ -54,6 +54,17 @@ def test_log_probabilities_are_those_of_transformers(shared: Any) -> None:
                 scored, version = await served.score(np.concatenate([PROMPT, completion.token_ids]))
                 assert version == Version(0, 0) and scored[0] == 0
                 np.testing.assert_allclose(scored[len(PROMPT) :], expected, atol=TOLERANCE)
+            tokens = np.concatenate([PROMPT, completion.token_ids])
+            rows = reference.feed(tokens[:-1], experts=completion.experts)[0].numpy()[len(PROMPT) - 1 :]
+            targets = np.random.default_rng(0).integers(-1, shared.vllm.config.vocab_size, (len(rows), 3))
+            scores = await served.scores(ScoreRequest(tokens, len(PROMPT), 7, targets))
+            told = np.where(targets < 0, 0, np.take_along_axis(rows, np.maximum(targets, 0), axis=1))
+            np.testing.assert_allclose(scores.logprobs, expected, atol=TOLERANCE)
+            np.testing.assert_allclose(scores.top_logprobs, -np.sort(-rows, axis=1)[:, :7], atol=TOLERANCE)
+            np.testing.assert_allclose(
+                scores.top_logprobs, np.take_along_axis(rows, scores.top_ids, axis=1), atol=TOLERANCE
+            )
+            np.testing.assert_allclose(scores.target_logprobs, told, atol=TOLERANCE)
 
     shared.run(test())
 

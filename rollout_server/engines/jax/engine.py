@@ -127,7 +127,7 @@ class Scorer:
 
     def __init__(self, config: DecoderConfig, precision: DecodePrecision, *, longest: int):
         self._options: Any = {"config": config, "precision": precision}
-        self._width, self._buckets = config.hidden_size, buckets(SMALLEST, longest)
+        self._buckets = buckets(SMALLEST, longest)
         self._programs: dict[int, Program] = {}  # by bucket
         self._heads: dict[tuple[int, int, int], Program] = {}  # by tokens of a chunk, top ids, and ids a token
 
@@ -138,10 +138,10 @@ class Scorer:
             return _hidden.lower(weights_like, jax.ShapeDtypeStruct((size,), np.int32), **self._options).compile()
 
         compilations = [functools.partial(compile_one, size) for size in self._buckets]
-        self._programs = dict(zip(self._buckets, side_by_side(compilations)))
-        chunks = [jax.tree.leaves(program.out_info)[0] for program in self._programs.values()]
-        heads = [self._head(weights_like, hidden, 0, 1) for hidden in chunks]
-        return max(map(memory.working_bytes, [*self._programs.values(), *heads]))
+        programs = side_by_side(compilations)
+        self._programs = dict(zip(self._buckets, programs))
+        heads = [self._head(weights_like, program.out_info[0], 0, 1) for program in programs]
+        return max(map(memory.working_bytes, [*programs, *heads]))
 
     def _head(self, weights: Any, hidden: Any, top_k: int, ids: int) -> Program:
         """Compiled where it is not there yet."""
@@ -153,9 +153,9 @@ class Scorer:
 
     def score(self, weights: DecodeWeights, request: ScoreRequest) -> Scores:
         """For 1 to `longest` tokens."""
-        token_ids, first, targets = request.token_ids, request.first, request.target_ids
-        length, k = len(token_ids), targets.shape[1]
-        told = np.zeros((length - first, 1 + k), np.float32)  # of the token itself, and of its targets
+        token_ids, first, wanted = request.token_ids, request.first, request.ids()
+        length, k = len(token_ids), wanted.shape[1] - 1
+        told = np.zeros(wanted.shape, np.float32)
         top_ids = np.full((length - first, request.top_k), -1, np.int32)
         top = np.zeros(top_ids.shape, np.float32)
         begin = max(first, 1)  # the first place that is predicted
@@ -165,8 +165,7 @@ class Scorer:
             chunks = self._programs[len(padded)](weights, padded)
             size, wide = len(chunks[0]), max(SMALLEST_TOP, 1 << (max(k, request.top_k) - 1).bit_length())
             ids = np.full((len(chunks) * size, 1 + (wide if k else 0)), -1, np.int32)  # row p is of place p + 1
-            ids[begin - 1 : length - 1, 0] = token_ids[begin:]
-            ids[begin - 1 : length - 1, 1 : 1 + k] = targets[begin - first :]
+            ids[begin - 1 : length - 1, : 1 + k] = wanted[begin - first :]
             starts = range((begin - 1) // size * size, length - 1, size)
             head = self._head(weights, chunks[0], wide if request.top_k else 0, ids.shape[1])
             parts = [head(weights, chunks[start // size], ids[start : start + size]) for start in starts]

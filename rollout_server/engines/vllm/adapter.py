@@ -30,7 +30,7 @@ from rollout_server.engines.engine import Changes, EngineOptions
 from rollout_server.engines.engine_memory import EngineMemory
 from rollout_server.engines.thinking_budget import ThinkingBudget
 from rollout_server.engines.vllm.shared_memory import SharedMemory
-from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, expert_dtype
+from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, ScoreRequest, Scores, expert_dtype
 from scalerl_jax.model.decoder_config import DecoderConfig, read_config
 from scalerl_jax.model.families import FAMILIES
 from scalerl_jax.model.tensor_layout import check_workers, hf_tensors
@@ -186,7 +186,9 @@ class Vllm:
             await self.engine.collective_rpc("scalerl_prepare", args=(self.options.sync_dtype, os.getpid()))
         except Exception as error:  # vLLM has no narrower one for what a worker raised
             raise ValueError(f"{self.options.model}: {error}") from error
-        await self.score(np.zeros(8, np.int32))  # what vLLM does at its first request only takes its time now
+        await self.score(
+            ScoreRequest(np.zeros(8, np.int32), top_k=1)
+        )  # what vLLM does at its first request only takes its time now
 
     @property
     def over(self) -> bool:
@@ -263,27 +265,31 @@ class Vllm:
         config = self.config
         return np.frombuffer(ids, expert_dtype(config.experts)).reshape(-1, config.layers, config.experts_per_token)
 
-    async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        """Log-probabilities [tokens] float32 at temperature 1; the first is 0."""
+    async def score(self, request: ScoreRequest) -> Scores:
+        """As Engine.score; only one at a time."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        from rollout_server.engines.vllm import prompt_scores
+
+        name, ids, shape = f"score-{next(self._names)}", request.ids(), (len(request.target_ids), request.top_k)
+        asked = {"name": name, "first": request.first, "top_k": request.top_k, "ids": ids.tobytes()}
         params = SamplingParams(
             temperature=0.0,
             max_tokens=1,
-            prompt_logprobs=0,
-            flat_logprobs=True,
             detokenize=False,
             ignore_eos=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={prompt_scores.KEY: asked},
         )
-        name = f"score-{next(self._names)}"
-        # A salt of its own: what it computes is of no use to others.
-        prompt = {"prompt_token_ids": token_ids.tolist(), "cache_salt": name}
-        logprobs = np.zeros(len(token_ids), np.float32)
-        async for output in self.engine.generate(prompt, params, name):
-            logprobs[1:] = output.prompt_logprobs.logprobs
-        return logprobs
+        # A salt of its own: what it computes is of no use to others, and it must compute all of it.
+        prompt = {"prompt_token_ids": request.token_ids.tolist(), "cache_salt": name}
+        async for _ in self.engine.generate(prompt, params, name):
+            pass
+        told, top_ids, top = (await self.engine.collective_rpc("scalerl_scored", args=(name,)))[0]  # all have the same
+        logprobs = np.frombuffer(told, np.float32).reshape(ids.shape)
+        top_ids, top = np.frombuffer(top_ids, np.int32).reshape(shape), np.frombuffer(top, np.float32).reshape(shape)
+        return Scores(logprobs[:, 0], top_ids, top, logprobs[:, 1:])
 
     # ---------------------------------------------------------------------------------------------------- weights
 

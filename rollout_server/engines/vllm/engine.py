@@ -53,7 +53,6 @@ class VllmEngine(QueuedEngine):
         assert slots <= vllm.options.slots
         options = dataclasses.replace(vllm.options, slots=slots, queue=queue)
         info = engine_info("vllm", options, vllm.config, devices=vllm.workers)
-        info = dataclasses.replace(info, maximum_top_k=0)
         super().__init__(RequestQueue(info, self._fill))
         self._vllm = vllm
         self._lock = asyncio.Lock()  # weights are written, or scores computed
@@ -91,9 +90,7 @@ class VllmEngine(QueuedEngine):
         check_score(request, self.info)
         async with self._lock:
             self._raise_if_over()
-            logprobs = (await self._vllm.score(request.token_ids))[request.first :]
-            none = np.zeros((len(logprobs), 0), np.float32)
-            return Scores(logprobs, none.astype(np.int32), none, none), self._queue.version
+            return await self._vllm.score(request), self._queue.version
 
     def status(self) -> EngineStatus:
         self._count_busy()

@@ -27,6 +27,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from rollout_server.engines.vllm import shared_memory
+from rollout_server.engines.vllm.prompt_scores import PromptScores
 from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.model.tensor_layout import Piece, pieces
 
@@ -72,6 +73,7 @@ class WeightAccess:
         follow(server)
         config = read_config(self.model_config.model)
         rank, workers = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self._scalerl_scores = PromptScores(self.model_runner)
         self._scalerl_sync_dtype = _DTYPES[sync_dtype]
         self._scalerl_pieces: dict[str, Piece] = pieces(config, rank, workers)
         # Releases differ in whether experts' parameters lie in a module of their own.
@@ -125,6 +127,10 @@ class WeightAccess:
         piece = self._scalerl_pieces[name]
         part = self._scalerl_parameters[piece.parameter][piece.target].to("cpu", self._scalerl_sync_dtype).contiguous()
         return part.view(torch.uint8).numpy().tobytes()
+
+    def scalerl_scored(self, name: str) -> tuple[bytes, ...]:
+        """What the request `name` asked of its prompt, which is forgotten."""
+        return self._scalerl_scores.take(name)
 
     def _scalerl_weights(self, path: str) -> mmap.mmap:
         """Mapped once: a mapping of many GB takes its time."""

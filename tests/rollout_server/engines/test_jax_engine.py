@@ -7,14 +7,17 @@ import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rollout_server.engines.engine import EngineOptions, QueueFull, WrongVersion
-from rollout_server.engines.jax.engine import JaxEngine
+from rollout_server.engines.jax.engine import BLOCK, SMALLEST, JaxEngine, Scorer, _top
+from rollout_server.engines.jax.weights import abstract_weights, decode_precision, decode_weights
 from scalerl_jax.contract.codec import ScoreRequest, Version
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
-from tests.rollout_server.jax_reference import ask, reference_logprobs, tiny
+from scalerl_jax.model.decoder import Precision
+from tests.rollout_server.jax_reference import Reference, ask, reference_logprobs, tiny
 from tests.rollout_server.pause_decoding import CHUNK, pause_decoding
 from tests.support.models import random_tensors, write_folder
 from tests.support.waiting import eventually_async
@@ -346,12 +349,66 @@ def test_score_is_the_trainers_forward_pass(folder):
                     CONFIG, token_ids[:1], token_ids[1:], lambda t, s=seed: random_tensors(CONFIG, s)
                 )
                 np.testing.assert_allclose(logprobs[1:], reference, atol=1e-4)
+            reference, named = Reference(CONFIG), random_tensors(CONFIG, 1)
+            rows = np.stack([reference.feed(named, token) for token in token_ids[:-1].tolist()])[29:]
+            targets = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (20, 3))
+            scores, _ = await engine.score(ScoreRequest(token_ids, 30, 5, targets))
+            np.testing.assert_array_equal(scores.logprobs, logprobs[30:])
+            np.testing.assert_array_equal(scores.top_ids, np.argsort(-rows, axis=1)[:, :5])
+            np.testing.assert_allclose(scores.top_logprobs, -np.sort(-rows, axis=1)[:, :5], atol=1e-4)
+            told = np.take_along_axis(rows, targets, axis=1)
+            np.testing.assert_allclose(scores.target_logprobs, told, atol=1e-4)
             assert (await engine.score(ScoreRequest(token_ids[:1])))[0].logprobs.tolist() == [0.0]
             for wrong in (np.zeros(LENGTH + 1, np.int32), np.array([CONFIG.vocab_size]), np.zeros(0, np.int32)):
                 with pytest.raises(ValueError):
                     await engine.score(ScoreRequest(wrong))
 
     asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_scores_at_the_edges_of_what_is_compiled():
+    """Of a vocabulary that is sorted in blocks: lengths around a bucket's, first places around a chunk's."""
+    config = tiny(vocabulary=2_000)
+    longest, named = 2 * SMALLEST + 70, random_tensors(config, 0)
+    scorer = Scorer(config, decode_precision(Precision(), "cpu"), longest=longest)
+    scorer.compile(abstract_weights(config, Precision()))
+    weights, rng = decode_weights(named, config, Precision()), np.random.default_rng(0)
+    token_ids, reference = rng.integers(0, config.vocab_size, longest).astype(np.int32), Reference(config)
+    rows = np.stack([np.zeros(config.vocab_size), *(reference.feed(named, token) for token in token_ids[:-1].tolist())])
+    for length in (2, SMALLEST - 1, SMALLEST, SMALLEST + 1, 2 * SMALLEST, 2 * SMALLEST + 1, longest):
+        for first in {0, 1, 127, 128, 129, SMALLEST, length - 1}:
+            if first >= length:
+                continue
+            top_k, k = int(rng.integers(0, 14)), int(rng.integers(0, 14))
+            targets = rng.integers(-1, config.vocab_size, (length - first, k)).astype(np.int32)
+            scores = scorer.score(weights, ScoreRequest(token_ids[:length], first, top_k, targets))
+            expected, begin = rows[first:length], int(first == 0)
+            own = np.take_along_axis(expected, token_ids[first:length, None], axis=1)[:, 0]
+            np.testing.assert_allclose(scores.logprobs, own, atol=2e-4)
+            told = np.where(targets < 0, 0, np.take_along_axis(expected, np.maximum(targets, 0), axis=1))
+            np.testing.assert_allclose(scores.target_logprobs, told, atol=2e-4)
+            top = -np.sort(-expected, axis=1)[begin:, :top_k]
+            np.testing.assert_allclose(scores.top_logprobs[begin:], top, atol=2e-4)
+            at_ids = np.take_along_axis(expected[begin:], scores.top_ids[begin:], axis=1)
+            np.testing.assert_allclose(at_ids, top, atol=2e-4)
+            assert all(len(set(row)) == top_k for row in scores.top_ids[begin:].tolist())
+            if begin:
+                assert (scores.top_ids[0] == -1).all() and not scores.top_logprobs[0].any()
+
+
+@pytest.mark.parametrize("vocabulary", [BLOCK * 9, BLOCK * 9 + 1, BLOCK * 10 - 1])
+def test_the_largest_are_found_in_blocks(vocabulary):
+    rng = np.random.default_rng(vocabulary)
+    logit = rng.normal(size=(5, vocabulary)).astype(np.float32)
+    logit[1, -1] = logit[2, 0] = 9  # at the ends
+    logit[3] = 0  # all the same
+    logit[4, 3 * BLOCK : 4 * BLOCK] += 20  # all in one block
+    for count in (1, 4, 8):
+        found, ids = map(np.asarray, _top(jnp.asarray(logit), count))
+        np.testing.assert_array_equal(found, -np.sort(-logit, axis=1)[:, :count])
+        np.testing.assert_array_equal(np.take_along_axis(logit, ids, axis=1), found)
+        assert all(len(set(row)) == count for row in ids.tolist())
 
 
 @pytest.mark.slow
@@ -380,6 +437,11 @@ def test_nothing_compiles_while_serving_and_nothing_spins_while_idle(folder):
                 for prompt in prompts:
                     await collect(engine, ask(prompt, temperature=0.7, top_k=5, top_p=0.9, stop_token_ids=(1, 2)))
                 assert bool(compiled) == wanted
+                compiled.clear()
+            for top_k in (9, 16):  # top ids, when so many are first asked for, and for any number of tokens
+                for prompt in prompts[1:]:
+                    await engine.score(ScoreRequest(prompt.astype(np.int32), top_k=top_k))
+                assert len(compiled) == (top_k == 9)
                 compiled.clear()
             await load(engine, Version(3, 1), random_tensors(CONFIG, 1))
             await collect(engine, ask(PROMPT, incarnation=3, answer_budget=LONG))

@@ -1,6 +1,7 @@
 """What only the replay engine promises: the very bits it was given, a set speed, and faults where they were ordered."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -8,6 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
+from rollout_server import service
 from rollout_server.service import MAXIMUM_SCORES
 from scalerl_jax.contract import codec
 from scalerl_jax.contract.codec import Version
@@ -100,3 +102,37 @@ async def test_only_so_many_sequences_wait_to_be_scored(
         go.set()
         assert {len(logprobs) for logprobs, _ in await asyncio.gather(*waiting)} == {6}
         assert len((await served.score(tokens))[0]) == 6
+
+
+SCORED = codec.score_request_to_proto(codec.ScoreRequest(np.arange(2, 8, dtype=np.int32), top_k=3))
+
+
+async def test_only_so_many_streams_are_scored(make_replay: MakeReplay) -> None:
+    async with serving(make_replay()) as served:
+        calls = [served.stub.ScoreMany(timeout=SECONDS) for _ in range(MAXIMUM_SCORES)]
+        for call in calls:
+            await call.write(SCORED)
+            assert len((await call.read()).top_ids) == 6 * 3 * 4
+        refused = served.stub.ScoreMany([SCORED], timeout=SECONDS)
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len((await served.score(np.arange(2, 8, dtype=np.int32)))[0]) == 6  # it has places of its own
+        calls[0].cancel()  # its place is free, once the server hears of it
+        replies = []
+        async with asyncio.timeout(SECONDS):
+            while not replies:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    replies = [reply async for reply in served.stub.ScoreMany([SCORED], timeout=SECONDS)]
+        for call in calls[1:]:
+            await call.done_writing()
+            assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_stream_that_sends_nothing_ends(make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(make_replay()) as served:
+        monkeypatch.setattr(service, "SCORE_STALL_SECONDS", 0.05)
+        call = served.stub.ScoreMany(timeout=SECONDS)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await call.details() == "no request has come for 0.05 s"
+        monkeypatch.setattr(service, "SCORE_STALL_SECONDS", SECONDS)
+        call = served.stub.ScoreMany(timeout=0.05)  # the client's own
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
