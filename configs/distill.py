@@ -16,6 +16,10 @@ def get_config() -> Config:
     config = load_file(os.path.join(os.path.dirname(os.path.abspath(__file__)), "quickstart.py"))
     config.max_steps = 26
     config.distill.teachers = {"rl": "runs/quickstart-teacher"}
-    config.objective.distill = "sampled"
+    config.objective.distill = "student_topk"
+    config.distill.k = 8
     config.objective.reward_weight = 0.0  # the teacher alone
+    config.objective.truncated = "penalize"  # what is cut is learned from, too
+    config.optimizer.learning_rate = 4e-4
+    config.optimizer.warmup_steps = 3
     return config
