@@ -228,10 +228,9 @@ class Teachers:
             client = min(free, key=lambda client: (client.address == failed, client.calls.scores), default=None)
             if client is not None:
                 failed = client.address
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    if (scores := await client.calls.score(request, seconds=seconds)) is not None:
-                        self._freed.set()
-                        return scores
+                if (scores := await client.calls.score(request, seconds=seconds)) is not None:
+                    self._freed.set()
+                    return scores
             self._freed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PAUSE_SECONDS):

@@ -136,10 +136,7 @@ class Calls:
         return self._completions(rollout)
 
     async def score(self, request: codec.ScoreRequest, *, seconds: float) -> codec.Scores | None:
-        """By the policy that it holds. None: its answer breaks the contract, and it is turned away.
-
-        Raises grpc.aio.AioRpcError as the call does.
-        """
+        """By the policy that it holds. None: they do not come; one that breaks the contract by them is turned away."""
         self.scores += 1
         try:
             reply = await self._stub.Score(codec.score_request_to_proto(request), timeout=seconds)
@@ -148,9 +145,15 @@ class Calls:
             return codec.scores_from_proto(reply, request, vocabulary=self._context.servers.vocabulary)
         except ValueError as error:
             self._server.reject(f"server {self._server.address} breaks the contract: {error}")
-            return None
+        except grpc.aio.AioRpcError as error:
+            _log.debug("server %s does not score: %s", self._server.address, describe(error))
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            # The channel was closed: the server is gone.
         finally:
             self.scores -= 1
+        return None
 
     def excuse(self, seconds: float, *, now: float) -> None:
         """Extends the deadlines by `seconds`: the trainer itself was stalled."""
