@@ -46,7 +46,7 @@ from scalerl_jax.rollouts.servers.teacher_server import (
     PAUSE_SECONDS,
     TeacherContext,
     TeacherServer,
-    code_of,
+    taken_nothing,
     vocabulary_of,
 )
 from scalerl_jax.rollouts.servers.validate_status import Expected
@@ -344,9 +344,8 @@ class _Teacher:
                 self.row["tokens"] += len(one.request.token_ids)
                 self.row["seconds"] += now - one.asked_at
         except (ValueError, TimeoutError, grpc.aio.AioRpcError) as error:
-            if code_of(error) is grpc.StatusCode.RESOURCE_EXHAUSTED:  # nothing was taken: that was no try
-                for one in asked:
-                    one.tries -= 1
+            for one in asked:
+                one.tries -= taken_nothing(error)
             server.failed(error)
 
     def _asked(self, server: TeacherServer, asked: list[_Sequence], task: "asyncio.Task[None]") -> None:

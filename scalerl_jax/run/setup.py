@@ -4,7 +4,6 @@ A mistake of the user's in them is a ValueError, one line. Nothing here computes
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from scalerl_jax.config import Config
@@ -19,6 +18,7 @@ from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_c
 from scalerl_jax.model.safetensors_folder import Tensors
 from scalerl_jax.rollouts import candidates
 from scalerl_jax.rollouts import teachers as teachers_lib
+from scalerl_jax.rollouts.errors import ProbeError
 from scalerl_jax.rollouts.parity import LIMITS_WITH_EXPERTS
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.servers import credentials, teacher_server
@@ -87,9 +87,12 @@ class Setup:
         if given.addresses:
             candidates.check_servers(given.addresses, given.credentials, self.check, seconds=seconds)
         for name, where in self.teachers.items():
+
+            def check(server: str, status: pb.StatusReply, name: str = name) -> None:
+                if fault := teacher_server.fault_of(status, self.expected, top_k=teachers_lib.top_k_of(config)):
+                    raise ProbeError(f"teacher {name}, server {server}: {fault}")
+
             if where.addresses:
-                top_k = teachers_lib.top_k_of(config)
-                check = functools.partial(teacher_server.compare, name, expected=self.expected, top_k=top_k)
                 candidates.check_servers(where.addresses, where.credentials, check, seconds=seconds)
         return {name: where.folder for name, where in self.teachers.items() if where.folder}
 

@@ -29,7 +29,6 @@ from scalerl_jax.config import Config
 from scalerl_jax.contract import codec, peer_text, security
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rpc import Stub
-from scalerl_jax.rollouts.errors import ProbeError
 from scalerl_jax.rollouts.loop_thread import watched
 from scalerl_jax.rollouts.servers import validate_status
 from scalerl_jax.rollouts.servers.calls import describe
@@ -40,30 +39,29 @@ from scalerl_jax.rollouts.servers.validate_status import Expected
 _log = logging.getLogger(__name__)
 
 REFERENCE_TOKENS = 48  # that a teacher's first server samples, and all score at the end of each call
+FAILURES = 8  # in a row, whatever they are: then a server is sent away
 PAUSE_SECONDS = 1.0  # in which a server that has failed is not asked
 
 OTHER_TOKENIZER = "and its log-probs are of other tokens: a teacher has the tokenizer of the policy"
 
 
-def compare(name: str, server: str, status: pb.StatusReply, expected: Expected, *, top_k: int) -> None:
-    """Raises ProbeError naming what the teacher's server lacks. top_k: ids that it must tell the log-probs of."""
-    where = f"teacher {name}, server {server}"
-    if status.tokenizer_fingerprint != expected.tokenizer_fingerprint:
-        raise ProbeError(f"{where}: its tokenizer is not the policy's, {OTHER_TOKENIZER}")
+def fault_of(status: pb.StatusReply, expected: Expected, *, top_k: int) -> str:
+    """Why a server with this status is none of a teacher; "": it may be. top_k: ids that it must tell log-probs of."""
     theirs, ours = vocabulary_of(status.model_config), vocabulary_of(expected.model_config)
+    if status.tokenizer_fingerprint != expected.tokenizer_fingerprint:
+        return f"its tokenizer is not the policy's, {OTHER_TOKENIZER}"
     if theirs < ours:
-        raise ProbeError(f"{where}: its vocabulary has {theirs:.0f} ids, the policy's {ours:.0f}")
-    if status.maximum_top_k < max(1, top_k):
-        raise ProbeError(
-            f"{where}: it tells the log-probs of {status.maximum_top_k} ids at a token, and config.distill.k={top_k}"
-            if status.maximum_top_k
-            else f"{where}: it has no ScoreMany (its status has no maximum_top_k), which a teacher needs"
-        )
+        return f"its vocabulary has {theirs:.0f} ids, the policy's {ours:.0f}"
+    if not status.maximum_top_k:
+        return "it has no ScoreMany (its status has no maximum_top_k), which a teacher needs"
+    if status.maximum_top_k < top_k:
+        return f"it tells the log-probs of {status.maximum_top_k} ids at a token, and config.distill.k={top_k}"
     if status.maximum_tokens < expected.maximum_tokens:
-        raise ProbeError(
-            f"{where}: holds {status.maximum_tokens} tokens of prompt and completion, the run needs up to "
+        return (
+            f"it holds {status.maximum_tokens} tokens of prompt and completion, the run needs up to "
             f"{expected.maximum_tokens}; its flag is --maximum_tokens"
         )
+    return ""
 
 
 def vocabulary_of(model_config: str) -> float:
@@ -104,9 +102,10 @@ class TeacherServer:
         self.status = pb.StatusReply()
         self.heard = self.admitted = False  # it has answered; it may be asked
         self.refused = ""  # the process that was sent away, while nothing else answers
-        self.reason = f"server {address}: not reached yet"  # why it cannot be asked
+        self._say("not reached yet")
         self.calls: dict[asyncio.Task[None], int] = {}  # tokens of each
         self.free_at, self._heard_at = 0.0, -math.inf
+        self._failures = 0  # in a row, of this process
         self._limit = peer_text.LogLimit()
         self.task = watched(self._run(), context.fail)
 
@@ -144,8 +143,10 @@ class TeacherServer:
         self.heard, self._heard_at = True, time.monotonic()
         if status.server_id == self.refused:
             return
-        if self.admitted and status.server_id != self.status.server_id:
-            self._lose("it was restarted")
+        if status.server_id != self.status.server_id:
+            self._failures = 0
+            if self.admitted:
+                self._lose("it was restarted")
         self._context.observe(status, found.from_here)
         self.status, self.refused = status, ""
         if not self.admitted:
@@ -155,7 +156,8 @@ class TeacherServer:
         """Finds out whether it is a server of this teacher."""
         context, status = self._context, self.status
         try:
-            compare(context.name, self.address, status, context.expected, top_k=context.top_k)
+            if fault := fault_of(status, context.expected, top_k=context.top_k):
+                raise ValueError(fault)
             if context.reference is None:
                 request, sampled = await self._sample()
                 (scores,) = [scores async for scores in self._read([request])]
@@ -203,6 +205,7 @@ class TeacherServer:
         *answers, again = [scores async for scores in self._read([*requests, request])]
         coarser = dtype if dtype == self.status.compute_dtype else "bfloat16"
         self._hold_against(_values(again), _values(expected), "those that this teacher gave before", coarser)
+        self._failures = 0
         for scores in answers:
             yield scores
 
@@ -243,39 +246,45 @@ class TeacherServer:
                 f"{np.quantile(apart, 0.99):.2g} at the 99th percentile (limits {mean:g} and {p99:g})"
             )
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: ValueError | TimeoutError | grpc.aio.AioRpcError) -> None:
         """What it was asked for did not come, or not as it should."""
-        name, now = f"teacher {self._context.name}, server {self.address}", time.monotonic()
-        code = code_of(error)
-        if isinstance(error, ValueError) or code is grpc.StatusCode.INVALID_ARGUMENT:
-            why = (
-                describe(error) if isinstance(error, grpc.aio.AioRpcError) else peer_text.printable(error, longest=600)
-            )
-            self.reason = why if isinstance(error, ProbeError) else f"{name}: {why}"
-            self.refused, self.admitted = self.status.server_id, False
+        code, why = (
+            _code_of(error),
+            f"it scored no sequence in {self._config.distill.seconds:g} s (config.distill.seconds)",
+        )
+        if isinstance(error, grpc.aio.AioRpcError):
+            why = describe(error)
+        elif isinstance(error, ValueError):
+            why = peer_text.printable(error, longest=600)
+        if code is grpc.StatusCode.UNAVAILABLE:
+            self._lose(why)
+            return
+        self._failures += not taken_nothing(error)
+        now, times = time.monotonic(), self._limit.happened(str(code), now=time.monotonic())
+        self._say(why)
+        if isinstance(error, ValueError) or code is grpc.StatusCode.INVALID_ARGUMENT or self._failures >= FAILURES:
             _log.warning("%s; it is not asked any more", self.reason)
+            self.refused, self.admitted = self.status.server_id, False
             self._end_calls()
             self._context.sent_away()
-        elif code is grpc.StatusCode.UNAVAILABLE:
-            assert isinstance(error, grpc.aio.AioRpcError)
-            self._lose(describe(error))
-        else:
-            seconds = self._config.distill.seconds
-            late = f"it scored no sequence in {seconds:g} s (config.distill.seconds)"
-            why = describe(error) if isinstance(error, grpc.aio.AioRpcError) else late
-            self.reason, self.free_at = f"{name}: {why}", now + PAUSE_SECONDS
-            if times := self._limit.happened(str(code), now=now):
-                _log.warning("%s%s; another one is asked", self.reason, f", {times} times" if times > 1 else "")
-            asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._context.changed)
+            return
+        if times:
+            _log.warning("%s%s; another one is asked", self.reason, f", {times} times" if times > 1 else "")
+        self.free_at = now + PAUSE_SECONDS
+        asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._context.changed)
 
     def _lose(self, why: str) -> None:
         """What it was asked for is asked of another one; it is met again when it answers."""
-        self.reason = f"server {self.address}: {peer_text.printable(why)}"
+        self._say(why)
         if self.admitted:
-            _log.warning("teacher %s, %s", self._context.name, self.reason)
+            _log.warning("%s", self.reason)
         self.admitted = False
         self._end_calls()
         self._context.changed()
+
+    def _say(self, why: str) -> None:
+        """Why it cannot be asked."""
+        self.reason = f"teacher {self._context.name}, server {self.address}: {peer_text.printable(why, longest=600)}"
 
     def _end_calls(self) -> None:
         for task in list(self.calls):
@@ -283,7 +292,12 @@ class TeacherServer:
                 task.cancel()
 
 
-def code_of(error: BaseException) -> grpc.StatusCode | None:
+def taken_nothing(error: BaseException) -> bool:
+    """Whether a server was only too busy. gRPC says INTERNAL where the call had ended before it was written."""
+    return _code_of(error) in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL)
+
+
+def _code_of(error: BaseException) -> grpc.StatusCode | None:
     return error.code() if isinstance(error, grpc.aio.AioRpcError) else None
 
 
