@@ -307,6 +307,7 @@ class _Teacher:
         for address in addresses:
             if address not in self._servers:
                 self._servers[address] = TeacherServer(address, self._context)
+        self._pump()
 
     def add(self, request: codec.ScoreRequest) -> "asyncio.Future[codec.Scores]":
         """It waits for a server from now on."""
