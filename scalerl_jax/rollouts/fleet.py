@@ -59,7 +59,7 @@ from scalerl_jax.rollouts.servers.client import ServerClient
 from scalerl_jax.rollouts.servers.context import ClientContext, ServerEvents, Servers
 from scalerl_jax.rollouts.servers.credentials import Plaintext
 from scalerl_jax.rollouts.servers.pool import ServerPool, dispatch
-from scalerl_jax.rollouts.teachers import Teachers
+from scalerl_jax.rollouts.teachers import Teachers, teacher_of
 from scalerl_jax.rollouts.trust import Trust
 from scalerl_jax.rollouts.weights.parts import Parts
 from scalerl_jax.rollouts.weights.publisher import Publisher, Source
@@ -386,8 +386,8 @@ class Fleet:
         """Enters a completion's score, with its teacher's. teacher: which is asked already."""
         teacher = teacher or self._ask_teacher(buffer, group.row, trajectory.completion)
         scores: tuple[TeacherScores, ...] = ()
-        if teacher is not None and self._teachers is not None:
-            group.with_teacher[trajectory.index] = self._teachers.name_of(group.row)
+        if teacher is not None:
+            group.with_teacher[trajectory.index] = teacher_of(self._config, group.row)
             scores = await teacher
             group.with_teacher.pop(trajectory.index, None)
         if buffer.scored(group, trajectory, score, now=time.monotonic(), teacher=scores):

@@ -164,13 +164,9 @@ class Teachers:
         self._teachers = {name: _Teacher(name, where, context) for name, where in self._where.items()}
         return [teacher.run() for teacher in self._teachers.values()]
 
-    def name_of(self, row: Row) -> str:
-        """See teacher_of."""
-        return teacher_of(self._config, row)
-
     async def score(self, row: Row, completion: codec.Completion) -> tuple[TeacherScores, ...]:
         """What the row's teacher says of each branch; () where the row has none. It waits as long as it takes."""
-        name = self.name_of(row)
+        name = teacher_of(self._config, row)
         if not name:
             return ()
         asked = [self._branch(self._teachers[name], prompt_of(branch, row), branch) for branch in completion.branches]
@@ -337,7 +333,7 @@ class _Teacher:
 
     async def _ask(self, server: TeacherServer, asked: list[_Sequence]) -> None:
         try:
-            answers = [scores async for scores in server.scores([one.request for one in asked])]
+            answers = await server.scores([one.request for one in asked])
             now = time.monotonic()
             for one, scores in zip(asked, answers, strict=True):
                 one.answer.set_result(scores)

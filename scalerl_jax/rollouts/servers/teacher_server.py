@@ -20,7 +20,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 import numpy as np
@@ -100,7 +100,7 @@ class TeacherServer:
         self._channel = security.connect(address, context.credentials)
         self._stub, self._statuses = Stub(self._channel), validate_status.StatusCheck()
         self.status = pb.StatusReply()
-        self.heard = self.admitted = False  # it has answered; it may be asked
+        self.admitted = False  # it may be asked
         self.refused = ""  # the process that was sent away, while nothing else answers
         self._say("not reached yet")
         self.calls: dict[asyncio.Task[None], int] = {}  # tokens of each
@@ -108,6 +108,11 @@ class TeacherServer:
         self._failures = 0  # in a row, of this process
         self._limit = peer_text.LogLimit()
         self.task = watched(self._run(), context.fail)
+
+    @property
+    def heard(self) -> bool:
+        """Whether it has answered."""
+        return self._heard_at > -math.inf
 
     @property
     def load(self) -> float:
@@ -133,14 +138,13 @@ class TeacherServer:
             if not late or time.monotonic() - self._heard_at > fleet.silence_seconds:
                 self._lose(security.refusal(error, self._context.credentials) or describe(error))
             return
-        if status is None:
-            self._lose("its status cannot be decoded")
-            return
-        found = self._statuses.check(status, asked_at=asked_at, heard_at=validate_status.clock())
+        found = validate_status.Found("it cannot be decoded")
+        if status is not None:
+            found = self._statuses.check(status, asked_at=asked_at, heard_at=validate_status.clock())
         if found.lie:
-            self._lose(f"its status is implausible: {found.lie}")
+            self._lose(f"its status cannot be true: {found.lie}")
             return
-        self.heard, self._heard_at = True, time.monotonic()
+        self._heard_at = time.monotonic()
         if status.server_id == self.refused:
             return
         if status.server_id != self.status.server_id:
@@ -160,12 +164,11 @@ class TeacherServer:
                 raise ValueError(fault)
             if context.reference is None:
                 request, sampled = await self._sample()
-                (scores,) = [scores async for scores in self._read([request])]
+                (scores,) = await self._read([request])
                 self._hold_against(scores.logprobs, sampled, "those that it samples with", status.compute_dtype)
-                if context.reference is None:  # another one may have been quicker
-                    context.reference = request, scores, status.compute_dtype
+                context.reference = context.reference or (request, scores, status.compute_dtype)
             else:
-                [scores async for scores in self.scores([])]
+                await self.scores([])
         except (ValueError, TimeoutError, grpc.aio.AioRpcError) as error:
             self.failed(error)
             return
@@ -198,22 +201,21 @@ class TeacherServer:
         wanted = codec.ScoreRequest(np.concatenate([prompt, ids]).astype(np.int32), first, self._context.top_k)
         return dataclasses.replace(wanted, target_ids=ids[:, None]), completion.logprobs
 
-    async def scores(self, requests: Sequence[codec.ScoreRequest]) -> AsyncIterator[codec.Scores]:
-        """They are there when the server has said of the reference's tokens what it should."""
+    async def scores(self, requests: Sequence[codec.ScoreRequest]) -> list[codec.Scores]:
+        """Of each; the server has said of the reference's tokens what it should. Raises as `_read`."""
         assert self._context.reference is not None
         request, expected, dtype = self._context.reference
-        *answers, again = [scores async for scores in self._read([*requests, request])]
+        *answers, again = await self._read([*requests, request])
         coarser = dtype if dtype == self.status.compute_dtype else "bfloat16"
         self._hold_against(_values(again), _values(expected), "those that this teacher gave before", coarser)
         self._failures = 0
-        for scores in answers:
-            yield scores
+        return answers
 
-    async def _read(self, requests: Sequence[codec.ScoreRequest]) -> AsyncIterator[codec.Scores]:
-        """The answers of one call as they come. Raises TimeoutError where one does not come in distill.seconds,
-        grpc.aio.AioRpcError as the call does, ValueError where an answer cannot be right."""
+    async def _read(self, requests: Sequence[codec.ScoreRequest]) -> list[codec.Scores]:
+        """Raises TimeoutError where one of the answers does not come in distill.seconds, grpc.aio.AioRpcError as the
+        call does, ValueError where an answer cannot be right."""
         vocabulary = int(min(2**31, vocabulary_of(self.status.model_config)))
-        version = self.status.version.SerializeToString()
+        version, answers = self.status.version.SerializeToString(), []
         call = self._stub.ScoreMany(map(codec.score_request_to_proto, requests))
         try:
             for request in requests:
@@ -224,16 +226,17 @@ class TeacherServer:
                 scores = codec.scores_from_proto(message, request, vocabulary=vocabulary)
                 if message.version.SerializeToString() != version:
                     raise ValueError("its weights have changed, and a teacher is never updated")
-                tokens = request.token_ids[request.first :, None]
-                for ids, logprobs in (
-                    (scores.top_ids, scores.top_logprobs),
-                    (request.target_ids, scores.target_logprobs),
-                ):
-                    twice = np.abs(logprobs - scores.logprobs[:, None])[ids == tokens]
-                    self._hold_against(twice, 0 * twice, "its own of the same tokens", self.status.compute_dtype)
-                yield scores
+                told = ((scores.top_ids, scores.top_logprobs), (request.target_ids, scores.target_logprobs))
+                for ids, logprobs in told:
+                    same = ids == request.token_ids[request.first :, None]
+                    once = np.broadcast_to(scores.logprobs[:, None], same.shape)
+                    self._hold_against(
+                        logprobs[same], once[same], "its own of the same tokens", self.status.compute_dtype
+                    )
+                answers.append(scores)
         finally:
             call.cancel()
+        return answers
 
     def _hold_against(self, ours: np.ndarray, expected: np.ndarray, whose: str, dtype: str) -> None:
         """Raises ValueError where these log-probs, [numbers], are not those."""
@@ -248,14 +251,8 @@ class TeacherServer:
 
     def failed(self, error: ValueError | TimeoutError | grpc.aio.AioRpcError) -> None:
         """What it was asked for did not come, or not as it should."""
-        code, why = (
-            _code_of(error),
-            f"it scored no sequence in {self._config.distill.seconds:g} s (config.distill.seconds)",
-        )
-        if isinstance(error, grpc.aio.AioRpcError):
-            why = describe(error)
-        elif isinstance(error, ValueError):
-            why = peer_text.printable(error, longest=600)
+        code, why = _code_of(error), describe(error) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        why = why or f"it scored no sequence in {self._config.distill.seconds:g} s (config.distill.seconds)"
         if code is grpc.StatusCode.UNAVAILABLE:
             self._lose(why)
             return
