@@ -187,7 +187,7 @@ def _scan(
         token = first + jax.lax.broadcasted_iota(jnp.int32, logit.shape, logit.ndim - 1)
         target = over_vocabulary(jnp.sum(jnp.where(token == targets[..., None], shifted, 0.0), axis=-1))
         spread = jnp.log(total)
-        others = [named(shifted, one) - spread[..., None] for one in ids]
+        others = [named(shifted, wanted) - spread[..., None] for wanted in ids]
         if not entropy:
             return target - spread, jnp.zeros_like(spread), *others
         products = exponent * shifted

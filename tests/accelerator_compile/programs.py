@@ -51,6 +51,7 @@ UPDATES: dict[str, tuple[Any, dict[str, int], dict[str, Any], dict[str, Any], Pr
     "float32": (DENSE, {"fsdp": 4}, {}, {}, Precision("float32", "float32")),
     "entropy": (DENSE, {"fsdp": 4}, {}, {"entropy_bonus": 0.01}, BFLOAT16),
     "reference": (DENSE, {"fsdp": 4}, {}, {"reference_kl": 0.1}, BFLOAT16),
+    "teacher": (DENSE, {"fsdp": 2, "tensor": 2}, {"teacher_k": 8}, {"distill": "student_topk"}, BFLOAT16),
     "experts": (EXPERTS, {"fsdp": 2, "expert": 2}, {}, {}, BFLOAT16),
     "router replay": (EXPERTS, {"fsdp": 2, "expert": 2}, {"router_replay": True}, {}, BFLOAT16),
 }

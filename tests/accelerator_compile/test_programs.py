@@ -84,7 +84,7 @@ def test_an_update_and_the_engine_for_tpus():
 
 @needs_tpu_compiler
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["remat save_products", "context", "experts", "reference"])
+@pytest.mark.parametrize("case", ["remat save_products", "context", "experts", "reference", "teacher"])
 def test_updates_for_tpus(case):
     check_update(compiled("tpu", case), case, "tpu")
 

@@ -21,7 +21,7 @@ ALGORITHMS = sorted((DOCS / "algorithms").glob("*.md"))
 PAGES = [*ALGORITHMS, *sorted((DOCS / "recipes").glob("*.md")), DOCS / "papers.md"]
 FIELDS = config_check.leaves(Config())
 # Groups of which an algorithms page names every field; of the others those whose value changes what is learned.
-WHOLE = ("objective", "distill", "curriculum", "pacing", "optimizer", "evaluation")
+WHOLE = ("objective", "curriculum", "pacing", "optimizer", "evaluation")
 OTHERS = (
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.prompts_per_step", "rollout.group_size"),
     *("rollout.thinking_budget_min", "rollout.thinking_budget_max", "rollout.answer_budget", "rollout.length_control"),
@@ -29,6 +29,7 @@ OTHERS = (
     *("rollout.router_replay", "model.sync_dtype", "model.compute_dtype", "model.head_precision", "model.remat"),
     *("model.attention", "fleet.max_delta_density", "fleet.delta_cache_bytes"),
     "checkpoint.on_collapse",
+    "distill.k",
 )
 
 _CODE = re.compile(r"`([^`\n]+)`")
