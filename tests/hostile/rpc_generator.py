@@ -21,9 +21,11 @@ from tests.hostile.weight_streams import WeightStreams
 
 HEALTH = "/grpc.health.v1.Health"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-METHODS = ("Status", "Generate", "PushWeights", "Score")
+METHODS = ("Status", "Generate", "PushWeights", "Score", "ScoreMany")
 
 LARGE_AMONG = 100  # of the first calls a few are large
+
+SEQUENCE = codec.ScoreRequest(np.arange(3, 40), 2, 3, np.arange(-1, 34)[:, None])
 
 # How the client behaves once it has sent what it has to send.
 READ = "read"  # to the end
@@ -57,7 +59,7 @@ class Generator:
         self._valid = {
             "Status": pb.StatusRequest(),
             "Generate": codec.request_to_proto(group(version, "train/0")),
-            "Score": pb.ScoreRequest(token_ids=codec.encode_ids(range(3, 40))),
+            **dict.fromkeys(("Score", "ScoreMany"), codec.score_request_to_proto(SEQUENCE)),
             "PushWeights": pb.WeightMessage(commit=True),
         }
 
@@ -76,7 +78,7 @@ class Generator:
         return f"/{SERVICE}/{rng.choice(METHODS)}", [rng.randbytes(size)], READ, f"{size} bytes"
 
     def _spoilt(self, rng: random.Random) -> tuple[str, list[bytes], str, str]:
-        method = rng.choice(("Generate", "Generate", "Generate", "Score"))
+        method = rng.choice(("Generate", "Generate", "Generate", "Score", "ScoreMany"))
         message, what = spoil(self._valid[method], rng)
         then = rng.choice((READ, READ, READ, READ, FIRST, CANCEL, UNREAD))
         return f"/{SERVICE}/{method}", [message.SerializeToString()], then, what
@@ -92,7 +94,7 @@ class Generator:
         return f"/{SERVICE}/PushWeights", list(stream.messages), then, stream.what
 
     def _left_alone(self, rng: random.Random) -> tuple[str, list[bytes], str, str]:
-        method = rng.choice(("Generate", "Generate", "Score", "Status"))
+        method = rng.choice(("Generate", "Generate", "Score", "ScoreMany", "Status"))
         then = rng.choice((FIRST, CANCEL, UNREAD))
         return f"/{SERVICE}/{method}", [self._valid[method].SerializeToString()], then, "a good request"
 

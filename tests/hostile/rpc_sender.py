@@ -43,7 +43,7 @@ class Sender:
         return await self._channel.unary_unary(f"/{SERVICE}/{method}")(message, timeout=SECONDS)
 
     async def send(self, call: Call) -> Outcome:
-        stream = call.path == REFLECTION or call.path.endswith("/PushWeights")
+        stream = call.path == REFLECTION or call.path.endswith(("/PushWeights", "/ScoreMany"))
         single = call.path.endswith(("/Status", "/Score", "/Check")) or call.path.endswith(("/Nothing", "/a/b"))
         if single:
             going = self._channel.unary_unary(call.path)(call.messages[0], timeout=SECONDS)

@@ -211,7 +211,7 @@ def test_generator_repeats(model: str) -> None:
     calls = [one.call(number) for number in range(600)]
     assert [other.call(number) for number in reversed(range(600))] == calls[::-1]
     paths = {call.path for call in calls}
-    assert {f"/{SERVICE}/{method}" for method in ("Status", "Generate", "PushWeights", "Score")} <= paths
+    assert {f"/{SERVICE}/{method}" for method in ("Status", "Generate", "PushWeights", "Score", "ScoreMany")} <= paths
     assert {call.then for call in calls} == {READ, FIRST, CANCEL, UNREAD}
     streams = {call.what.split()[1] for call in calls if call.what.startswith("weights")}
     assert streams == set(one.streams.kinds)

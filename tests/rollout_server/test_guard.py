@@ -112,7 +112,11 @@ async def test_the_longest_request_there_is_fits(make_replay: MakeReplay) -> Non
         assert len(await served.generate(wanted)) == 192
         header = Push(served.stub, codec.Version(1, 1), random_weights(engine, 1)).header
         assert header.ByteSize() < service.longest_header(engine.info)
-        await served.score(np.zeros(100_000, np.int32))
+        k = limits.MAXIMUM_SCORE_IDS // 100_000 - 1  # as engine_info has it
+        sequence = codec.ScoreRequest(np.zeros(100_000, np.int32), 0, k, np.zeros((100_000, k), np.int32))
+        message = codec.score_request_to_proto(sequence).SerializeToString()
+        assert len(message) <= min(service.bounds(engine.info)["/scalerl.v1.Rollout/Score"].bytes, 2**24)
+        assert len((await served.scores(sequence)).top_ids) == 100_000
 
 
 NUMBERS: dict[str, dict[str, Any]] = {

@@ -22,7 +22,9 @@ The memory estimate of the embedded generator (engines/engine_memory.py).
 Its working memory is what the largest compiled programs need beside their arguments, by XLA's own account of them; a
 chunk of fewer slots than there are, which copies their part of the cache; and one layer's cache twice, while it grows.
 
-Teacher-forced log-probabilities of given tokens: the trainer's own forward pass on the generator's weights.
+Teacher-forced log-probabilities of given tokens: the trainer's own forward pass on the generator's weights, of one
+sequence after another. The head is a program of its own, for a chunk of tokens: only that is compiled again for another
+number of top ids or targets.
 """
 
 import asyncio

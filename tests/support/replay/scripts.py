@@ -124,9 +124,10 @@ class Scripted:
         before = request.token_ids[max(first, 1) - 1 : -1, None]
         top_ids = np.full((len(request.token_ids) - first, request.top_k), -1, np.int32)
         top, told = np.zeros(top_ids.shape, np.float32), np.zeros(targets.shape, np.float32)
-        row = self._logprobs(before, np.arange(self._vocabulary)[None])
-        top_ids[begin:] = np.argsort(-row, axis=1, kind="stable")[:, : request.top_k]
-        top[begin:] = np.take_along_axis(row, top_ids[begin:], axis=1)
+        if request.top_k:
+            row = self._logprobs(before, np.arange(self._vocabulary)[None])
+            top_ids[begin:] = np.argsort(-row, axis=1, kind="stable")[:, : request.top_k]
+            top[begin:] = np.take_along_axis(row, top_ids[begin:], axis=1)
         told[begin:] = np.where(targets[begin:] < 0, 0, self._logprobs(before, targets[begin:]))
         return Scores(self.score(request.token_ids)[first:], top_ids, top, told)
 
