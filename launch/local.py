@@ -85,6 +85,11 @@ def server_environment(threads: int, base: Mapping[str, str] | None = None) -> d
     return environment
 
 
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def stop_seconds(engine: str) -> float:
     """Between asking a server of this engine to stop and killing it."""
     return limits.STOP_SECONDS[engine] + MARGIN_SECONDS
@@ -284,8 +289,7 @@ class LocalServers:
             raise ValueError(f"count={count}: at least one local server is needed")
         if threads < 0:
             raise ValueError(f"threads={threads}: must be 0 or more")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        common = server_environment(threads or max(1, cores // count))
+        common = server_environment(threads or max(1, cores() // count))
         own = environments or [{}] * count
         self._servers = [
             _Server(i, command, {**common, **extra}, os.path.abspath(workdir), times.first_pause)

@@ -1,14 +1,21 @@
 """The local servers of a run, as its config says; they start while the trainer does something else."""
 
 import concurrent.futures
+import dataclasses
 import os
 import sys
 import threading
+import types
+from collections.abc import Mapping
 
 from launch import accelerators
-from launch.local import LocalServers, StartError, Times, stop_seconds
+from launch.local import LocalServers, StartError, Times, cores, stop_seconds
 from scalerl_jax.config import Config
 from scalerl_jax.system import signals
+
+TEACHER_SLOTS = 8
+_GENERATORS = ""
+_NONE: Mapping[str, str] = types.MappingProxyType({})
 
 
 def serve_command(config: Config, *, model: str, maximum_tokens: int, gpu_memory: float | None = None) -> list[str]:
@@ -57,21 +64,40 @@ def serve_flags(config: Config, *, engine: str, model: str, maximum_tokens: int)
 
 
 class StartingServers:
-    """Local servers as the config says, which start when the context is entered, while something else is done."""
+    """Local servers as the config says, which start when the context is entered, while something else is done: the
+    run's generators, and a server for each teacher that is a model folder, whose files are in WORKDIR/teachers/NAME."""
 
-    def __init__(self, config: Config, workdir: str, *, maximum_tokens: int, share: float):
+    def __init__(
+        self,
+        config: Config,
+        workdir: str,
+        *,
+        maximum_tokens: int,
+        share: float,
+        generators: bool = True,
+        teachers: Mapping[str, str] = _NONE,
+    ):
         """Settles how the processes of this machine share its GPUs, this one's part in its environment: to be made
         before JAX first looks for them. Raises ValueError where a server's share is too small.
 
-        maximum_tokens: see serve_command. share: of a GPU's memory, see accelerators.share_out.
+        maximum_tokens: see serve_command. share: of a GPU's memory, see accelerators.share_out. generators: whether
+        there are any. teachers: the folder of each, by name.
         """
-        self._config, self._workdir, self._maximum_tokens = config, workdir, maximum_tokens
+        self._workdir, self._maximum_tokens = workdir, maximum_tokens
         fleet = config.fleet
-        self._sharing = accelerators.share_out(servers=fleet.servers, share=share, engine=fleet.engine)
+        # A teacher samples next to nothing, and may have no experts.
+        few = dataclasses.replace(fleet, servers=1, slots=min(fleet.slots, TEACHER_SLOTS))
+        routed = dataclasses.replace(config.rollout, router_replay=False)
+        self._configs = {_GENERATORS: config} if generators else {}
+        for name, folder in teachers.items():
+            model = dataclasses.replace(config.model, path=folder)
+            self._configs[name] = dataclasses.replace(config, fleet=few, rollout=routed, model=model)
+        self._count = sum(one.fleet.servers for one in self._configs.values())
+        self._sharing = accelerators.share_out(servers=self._count, share=share, engine=fleet.engine)
         if self._sharing is not None:
             os.environ.update(self._sharing.trainer)
         self._stopping = threading.Event()
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="start-servers")
+        self._threads = concurrent.futures.ThreadPoolExecutor(len(self._configs), thread_name_prefix="start-servers")
 
     @property
     def remarks(self) -> list[str]:
@@ -79,35 +105,48 @@ class StartingServers:
         return [self._sharing.sentence] if self._sharing is not None else []
 
     def __enter__(self) -> "StartingServers":
-        self._started = self._thread.submit(self._start)
+        environments = list(self._sharing.servers) if self._sharing is not None else []
+        self._started: dict[str, concurrent.futures.Future[LocalServers]] = {}
+        for name, config in self._configs.items():
+            mine, environments = environments[: config.fleet.servers], environments[config.fleet.servers :]
+            self._started[name] = self._threads.submit(self._start, name, config, mine)
         signals.before_exit(self.close)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> LocalServers:
-        fleet, sharing = self._config.fleet, self._sharing
-        gpu_memory, environments = (sharing.vllm_memory, sharing.servers) if sharing is not None else (None, [])
-        model = self._config.model.path
+    def _start(self, name: str, config: Config, environments: list[dict[str, str]]) -> LocalServers:
+        fleet, model = config.fleet, config.model.path
+        gpu_memory = self._sharing.vllm_memory if self._sharing is not None else None
         return LocalServers(
-            serve_command(self._config, model=model, maximum_tokens=self._maximum_tokens, gpu_memory=gpu_memory),
+            serve_command(config, model=model, maximum_tokens=self._maximum_tokens, gpu_memory=gpu_memory),
             count=fleet.servers,
-            workdir=self._workdir,
-            threads=fleet.threads,
+            workdir=self._workdir if name == _GENERATORS else os.path.join(self._workdir, "teachers", name),
+            threads=fleet.threads or max(1, cores() // self._count),
             times=Times(start=fleet.start_seconds, stop=stop_seconds(fleet.engine)),
             stopping=self._stopping,
             environments=environments,
         )
 
     def servers(self) -> LocalServers:
-        """Waits until all serve. Raises StartError where one cannot start."""
-        return self._started.result()
+        """The generators. Waits until all serve. Raises StartError where one cannot start."""
+        return self._started[_GENERATORS].result()
+
+    def teacher(self, name: str) -> LocalServers:
+        """Likewise, that of a teacher."""
+        return self._started[name].result()
+
+    def check(self) -> None:
+        """Raises StartError where one cannot start, or has ended and is not started again any more."""
+        for started in self._started.values():
+            started.result().check()
 
     def close(self) -> None:
         """Stops those that serve, or are about to; those that could not start have stopped by themselves. It may be
         called at any time."""
         self._stopping.set()
-        if self._started.exception() is None:
-            self._started.result().close()
-        self._thread.shutdown()
+        for started in self._started.values():
+            if started.exception() is None:
+                started.result().close()
+        self._threads.shutdown()

@@ -274,7 +274,15 @@ class ObjectiveConfig:
 
 @dataclasses.dataclass
 class DistillConfig:
+    # Teachers by name, as JSON. Each is its servers, written as --servers is, or a Hugging Face folder, which a local
+    # server serves.
+    teachers: dict[str, str] = dataclasses.field(default_factory=dict)
+    # Column of the row that names its teacher; task and environment are columns, too. Rows where it is empty have none.
+    # Empty: the one teacher is that of every row.
+    column: str = ""
     k: Positive[int] = 20  # Tokens at each position that topk_forward and student_topk compare.
+    # Seconds within which a server of a teacher must score a completion. Then another one is asked.
+    seconds: Positive[float] = 120.0
 
 
 @dataclasses.dataclass

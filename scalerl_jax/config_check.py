@@ -94,11 +94,29 @@ def check(config: Config) -> None:
         raise ConfigError(
             "config.objective.reward_weight=0: leaves nothing to learn from: set config.objective.distill"
         )
+    _check_teachers(config)
     # The other way round is allowed: the policy is the rounded one, computed in float32.
     if config.model.compute_dtype == "bfloat16" and config.model.sync_dtype == "float32":
         raise ConfigError(
             "config.model.sync_dtype=float32: the trainer computes in bfloat16, so it would train another policy"
         )
+
+
+def _check_teachers(config: Config) -> None:
+    teachers, form, column = config.distill.teachers, config.objective.distill, config.distill.column
+    for name, where in teachers.items():
+        if not name.isidentifier() or not isinstance(where, str) or not where:
+            raise ConfigError(
+                f"config.distill.teachers: {name!r}: {where!r} is not a name of letters, digits and _ with its servers "
+                "or a folder"
+            )
+    if bool(teachers) != (form != "none"):
+        raise ConfigError(
+            f"config.objective.distill={form}: "
+            + ("makes no use of config.distill.teachers" if teachers else "requires config.distill.teachers")
+        )
+    if len(teachers) > 1 and not column:
+        raise ConfigError("config.distill.column: is empty; with several teachers it names the column that has a row's")
 
 
 def leaf_fault(name: str, value: Any) -> str:

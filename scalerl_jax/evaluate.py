@@ -228,7 +228,7 @@ def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer)
     if decoder is not None:
         check_length(config, maximum_tokens, decoder)
     expected = expected_of(config, decoder, maximum_tokens=maximum_tokens)
-    expected = dataclasses.replace(expected, router_replay=False)  # the samples are not trained on
+    expected = dataclasses.replace(expected, router_replay=False, top_k=0)  # the samples are not trained on
     with contextlib.ExitStack() as stack:
         scorer = stack.enter_context(
             Scorer(

@@ -36,7 +36,7 @@ from scalerl_jax.learner.trainer import Trainer
 from scalerl_jax.model.hf import load_hf
 from scalerl_jax.report import summary
 from scalerl_jax.report.writer import ReportWriter
-from scalerl_jax.rollouts import candidates, pacing
+from scalerl_jax.rollouts import pacing
 from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.fleet import Fleet
 from scalerl_jax.rollouts.incarnation import Incarnation
@@ -115,14 +115,12 @@ def train(config: Config) -> None:
             ))  # fmt: skip
         addresses, local = given.servers.addresses, None
         with entry.user_mistakes():
-            if addresses:
-                candidates.check_servers(
-                    addresses, given.servers.credentials, given.check, seconds=config.fleet.status_seconds
-                )
-            else:
+            folders = given.check_servers(config, seconds=config.fleet.status_seconds)
+            if folders or not addresses:
                 local = StartingServers(
-                    config, folder.workdir, maximum_tokens=given.maximum_tokens, share=config.fleet.gpu_share
-                )
+                    config, folder.workdir, maximum_tokens=given.maximum_tokens, share=config.fleet.gpu_share,
+                    generators=not addresses, teachers=folders,
+                )  # fmt: skip
             # Everything from here on is compute of the run.
             ledger = Ledger(
                 folder.path("ledger.json"),
@@ -153,9 +151,14 @@ def train(config: Config) -> None:
             memory_note = memory_estimate.check_memory(trainer, longest=given.maximum_tokens, refuse=refuse)
 
         # ---- 3. The fleet --------------------------------------------------------------------------------------------
+        teachers = None
         with entry.user_mistakes(StartError):
-            if local is not None:
+            if not addresses:
+                assert local is not None
                 addresses = local.servers().addresses
+            if given.teachers:
+                served = {name: local.teacher(name).addresses for name in folders} if local is not None else {}
+                teachers = given.teachers_at(config, served, observe=ledger.observe_teacher)
         sync_stats = SyncStats()
 
         def draw(number: int) -> Row:
@@ -170,6 +173,7 @@ def train(config: Config) -> None:
             score=scorer.score,
             episodes=scorer.episodes,
             agents=agents,
+            teachers=teachers,
             on_event=sync_stats.event,
             observe=ledger.observe_status,
             serving=ledger.serving,
@@ -217,7 +221,7 @@ def train(config: Config) -> None:
             """Again and again in a wait for the fleet. Raises Interrupted: the state is that of `saving.step`."""
             signals.raise_if_interrupted()
             if local is not None:
-                local.servers().check()
+                local.check()
             serve_fleet()
 
         remarks = [trainer.attention_note, memory_note, *(local.remarks if local is not None else [])]
@@ -291,6 +295,7 @@ def train(config: Config) -> None:
                     **waits.drain(),
                     **parity.drain(),
                     "pushes": sync_stats.drain(),
+                    **({"teachers": teachers.drain()} if teachers is not None else {}),
                     "prompts_retired": curriculum.retired(),
                     "optimizer_step": trainer.steps,
                     "compute": ledger.snapshot(),

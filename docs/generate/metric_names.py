@@ -98,6 +98,15 @@ SERVERS: Names = {
     "parity/probed": ("servers", "servers compared once more by completions sampled for it (parity.every)"),
     "parity/seconds": ("seconds", "time spent on judging"),
 }
+TEACHERS: Names = {
+    "teachers/*/sequences": ("sequences", "branches of completions that the teacher scored for later steps"),
+    "teachers/*/tokens": ("tokens", "their tokens, prompts included"),
+    "teachers/*/tokens_per_second": ("tokens per second", "these tokens over the time since the row before"),
+    "teachers/*/seconds": ("seconds", "from asking to the answer, mean over sequences"),
+    "teachers/*/cached": ("sequences", "sequences that had been scored before, and were not asked for"),
+    "teachers/*/asked_again": ("sequences", "sequences asked of another server, since one failed"),
+    "teachers/*/sent_away": ("servers", "servers sent away, since they did not tell the teacher's log-probs"),
+}
 WEIGHTS: Names = {
     "pushes/applied": ("pushes", "pushes that ended with a server applying the version"),
     "pushes/sparse": ("pushes", "those of them that sent a delta"),
@@ -166,6 +175,7 @@ LEDGER_COLUMNS: Names = {
     "generator_evaluation_hours": ("device-hours", "generators evaluated; not in device_hours"),
     "generator_setup_hours": ("device-hours", "generators before training began; not in device_hours"),
     "generator_stalled_hours": ("device-hours", "generators were idle while the trainer stalled; not in device_hours"),
+    "teacher_hours": ("device-hours", "teachers' servers while training goes on; not in device_hours"),
     "model_flops": ("FLOPs", "trainer_flops + generator_flops"),
     "trainer_flops": ("FLOPs", "updates, by formula: forward and backward pass"),
     "generator_flops": ("FLOPs", "sampling for training, by formula"),
@@ -239,6 +249,7 @@ METRICS: dict[str, Names] = {
     "Trainer against generators": OFF_POLICY,
     "Where the time went": TIME,
     "Servers and log-prob parity": SERVERS,
+    "Teachers": TEACHERS,
     "Weights sent": WEIGHTS,
     "Experts": EXPERTS,
     "The live forecast": FORECAST,

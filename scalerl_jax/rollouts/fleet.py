@@ -5,7 +5,8 @@
       ServerClient per server  heartbeat, pushes, calls            candidates: due, admit, reject
       GroupBuffer              groups in flight, ready, pending    trust: dismiss, probe, evaluation
       Publisher                versions                            evaluate, result
-      Evaluations              one after another                   status, waiting
+      Teachers                 score completions, too              status, waiting
+      Evaluations              one after another
       pump                     who is asked for what next
 
 All state belongs to the loop's thread; a call from outside runs there and is waited for. Of the callables given to the
@@ -20,11 +21,10 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-import heapq
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,7 +37,7 @@ from scalerl_jax.environments import Row, Score
 from scalerl_jax.environments.agent import AgentRun, Agents
 from scalerl_jax.environments.episode import Trajectory
 from scalerl_jax.environments.episode_pool import EpisodePool
-from scalerl_jax.rollouts import pacing as pacing_lib
+from scalerl_jax.learner.packing import TeacherScores
 from scalerl_jax.rollouts import status
 from scalerl_jax.rollouts.candidates import Candidates
 from scalerl_jax.rollouts.errors import FleetError
@@ -58,7 +58,8 @@ from scalerl_jax.rollouts.servers import server_state
 from scalerl_jax.rollouts.servers.client import ServerClient
 from scalerl_jax.rollouts.servers.context import ClientContext, ServerEvents, Servers
 from scalerl_jax.rollouts.servers.credentials import Plaintext
-from scalerl_jax.rollouts.servers.pool import ServerPool
+from scalerl_jax.rollouts.servers.pool import ServerPool, dispatch
+from scalerl_jax.rollouts.teachers import Teachers, teacher_of
 from scalerl_jax.rollouts.trust import Trust
 from scalerl_jax.rollouts.weights.parts import Parts
 from scalerl_jax.rollouts.weights.publisher import Publisher, Source
@@ -79,6 +80,7 @@ class Fleet:
         score: what a completion is worth, as a concurrent future.
         episodes: those of environments that have them, in place of `score`; None: none has.
         agents: likewise.
+        teachers: what scores the training groups' completions beside that; None: nothing.
         on_event: ("server", {server, state, reason, step}), ("push", {server, step, payload_bytes, ...}) and
             ("version", {step, changed, delta_bytes, ...}).
         observe: each status of each server that may be true; whether the time since the one before was an evaluation's;
@@ -98,6 +100,7 @@ class Fleet:
         score: Callable[[Row, Completion], "concurrent.futures.Future[Score]"],
         episodes: EpisodePool | None = None,
         agents: Agents | None = None,
+        teachers: Teachers | None = None,
         on_event: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None,
         observe: Callable[[pb.StatusReply, bool, bool], None] = lambda status, evaluating, from_here: None,
         serving: Callable[[bool], None] = lambda serving: None,
@@ -110,7 +113,7 @@ class Fleet:
         self._serving, self._score, self._episodes = serving, score, episodes
         self._thread = LoopThread("fleet")
         self._scoring_thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fleet-scoring")
-        self._agents = agents
+        self._agents, self._teachers = agents, teachers
         self._running = dict[AgentRun, tuple[GroupBuffer, GroupInFlight, concurrent.futures.Future]]()
         self._unscored = 0  # completions without their score
         self._something = threading.Event()  # the caller should look
@@ -273,7 +276,11 @@ class Fleet:
 
     def _begin(self) -> list[Coroutine[Any, Any, None]]:
         self._pool.update(self._addresses)
-        return [self._pool.discover(self._config.fleet.discovery_seconds), self._tick()]
+        also = []
+        if self._teachers is not None:
+            students = functools.partial(self._pool.in_state, server_state.ACTIVE)
+            also = self._teachers.begin(self._thread, fail=self._fail, students=students)
+        return [self._pool.discover(self._config.fleet.discovery_seconds), self._tick(), *also]
 
     def _connect(self, address: str) -> ServerClient:
         self._plaintext.dial(address)
@@ -347,22 +354,44 @@ class Fleet:
         """Scores a completion, whose group is ready with the last score; or its environment replies to its turn."""
         self._unscored += 1
         row, group, scored = request.group.row, request.group, asyncio.Event()
+        teacher: asyncio.Task[tuple[TeacherScores, ...]] | None = None
         score: concurrent.futures.Future[Any]  # of Score, or of the reply
         if self._episodes is not None and self._episodes.plays(row):
             score = self._episodes.step(row, trajectory)
         else:
+            teacher = self._ask_teacher(request.buffer, row, trajectory.completion)  # beside the score
             loop = asyncio.get_running_loop()
             score = await loop.run_in_executor(self._scoring_thread, self._score, row, trajectory.completion)
         score.add_done_callback(lambda done: self._thread.post(scored.set))
         await scored.wait()
-        self._unscored -= 1
         found = score.result()
         if isinstance(found, np.ndarray):
             request.buffer.replied(group, trajectory, found)
-            self._changed()
-        elif request.buffer.scored(group, trajectory, found, now=time.monotonic()):
+        else:
+            await self._finish(request.buffer, group, trajectory, found, teacher)
+        self._unscored -= 1
+        self._changed()
+
+    def _ask_teacher(
+        self, buffer: GroupBuffer, row: Row, completion: Completion
+    ) -> "asyncio.Task[tuple[TeacherScores, ...]] | None":
+        if self._teachers is None or buffer is not self._buffer:  # nothing is learned from an evaluation
+            return None
+        return watched(self._teachers.score(row, completion), self._fail)
+
+    async def _finish(
+        self, buffer: GroupBuffer, group: GroupInFlight, trajectory: Trajectory | AgentRun, score: Score,
+        teacher: "asyncio.Task[tuple[TeacherScores, ...]] | None" = None,
+    ) -> None:  # fmt: skip
+        """Enters a completion's score, with its teacher's. teacher: which is asked already."""
+        teacher = teacher or self._ask_teacher(buffer, group.row, trajectory.completion)
+        scores: tuple[TeacherScores, ...] = ()
+        if teacher is not None:
+            group.with_teacher[trajectory.index] = teacher_of(self._config, group.row)
+            scores = await teacher
+            group.with_teacher.pop(trajectory.index, None)
+        if buffer.scored(group, trajectory, score, now=time.monotonic(), teacher=scores):
             self._something.set()
-            self._changed()
 
     # ---- agents
 
@@ -387,11 +416,10 @@ class Fleet:
         self._unscored += 1
         try:
             score = run.finish(await asyncio.wrap_future(outcome), group_id=group.group_id)
+            await self._finish(buffer, group, run, score)
         finally:
             self._unscored -= 1
             del self._running[run]
-        if buffer.scored(group, run, score, now=time.monotonic()):
-            self._something.set()
         self._changed()
 
     def _ask(
@@ -448,53 +476,3 @@ class Fleet:
         for evaluation in self._evaluations.advance(self._pool.clients, latest=latest, patience=patience):
             self._publisher.release(evaluation.version)
             self._something.set()
-
-
-def dispatch(
-    active: Sequence[ServerClient],
-    buffer_of: Callable[[ServerClient], GroupBuffer | None],
-    *,
-    typical_seconds: float,
-    now: float,
-) -> Iterator[tuple[ServerClient, RolloutRequest]]:
-    """What to ask of the servers that have room, as much as they and the buffers allow; each is to be asked at once.
-
-    buffer_of: what a server works on; None: it is to be asked for nothing. typical_seconds: of a completion.
-    """
-    # No group is left to a server that may not be asked now, either: it may be minutes until then.
-    buffers = {c: buffer for c in active if c.free_at <= now and (buffer := buffer_of(c)) is not None}
-    # One request at a time to the least loaded server, so that few groups are spread over all servers.
-    heap = [(c.calls.load, i) for i, c in enumerate(active) if c in buffers]
-    heapq.heapify(heap)
-
-    def capacity_of(client: ServerClient) -> tuple[int, bool]:
-        group_size = buffers[client].group_size
-        return client.calls.capacity(group_size=group_size, typical_seconds=typical_seconds, now=now)
-
-    with_capacity = {c.process: c.step for c in buffers if c.step is not None and capacity_of(c)[0] > 0}
-    while heap:
-        number = heapq.heappop(heap)[1]
-        client = active[number]
-        buffer, step = buffers[client], client.step
-        assert step is not None
-        capacity, split = capacity_of(client)
-        request = buffer.request(
-            client.process, step=step, capacity=capacity, split=split, alone=_alone(client, buffers), now=now,
-            with_capacity=with_capacity,
-        )  # fmt: skip
-        if request is not None:
-            yield client, request
-            heapq.heappush(heap, (client.calls.load, number))
-
-
-def _alone(client: ServerClient, buffers: dict[ServerClient, GroupBuffer]) -> bool:
-    """Whether no other server that may be asked now could have the group that is next for this one."""
-    buffer = buffers[client]
-
-    def may_have(c: ServerClient, number: int) -> bool:
-        assert c.step is not None
-        return buffers[c] is buffer and pacing_lib.suits(buffer.pacing, number, c.step, trained=buffer.trained)
-
-    waiting = (group.number for group in buffer.waiting())
-    number = next((number for number in waiting if may_have(client, number)), None)
-    return number is None or not any(may_have(c, number) for c in buffers if c is not client)

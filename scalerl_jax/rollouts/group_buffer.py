@@ -81,6 +81,8 @@ class GroupInFlight:
     # Of which a turn has come, or whose agent runs.
     trajectories: dict[int, Trajectory | AgentRun] = dataclasses.field(default_factory=dict)
     scores: dict[int, Score] = dataclasses.field(default_factory=dict)
+    teachers: dict[int, tuple[TeacherScores, ...]] = dataclasses.field(default_factory=dict)  # of each branch
+    with_teacher: dict[int, str] = dataclasses.field(default_factory=dict)  # that have all but their teacher's
     failed_at: str = ""  # the server that did not deliver the last time
     turns: list["GroupInFlight"] = dataclasses.field(default_factory=list)  # of its agents, not answered yet
     call: Call | None = None  # it is one of those itself
@@ -118,6 +120,7 @@ def finished(group: GroupInFlight) -> FinishedGroup:
         asked_at=group.opened_at,
         finished_at=group.finished_at,
         servers=tuple(group.trajectories[i].branch_parts for i in indices),
+        teachers=tuple(group.teachers[i] for i in indices) if group.teachers else None,
     )
 
 
@@ -321,13 +324,26 @@ class GroupBuffer:
         request.group.pending |= request.left
         request.left = set()
 
-    def scored(self, group: GroupInFlight, trajectory: Trajectory | AgentRun, score: Score, *, now: float) -> bool:
-        """Enters a score. True: the group is ready by it. That of a trajectory taken back changes nothing."""
+    def scored(
+        self,
+        group: GroupInFlight,
+        trajectory: Trajectory | AgentRun,
+        score: Score,
+        *,
+        now: float,
+        teacher: tuple[TeacherScores, ...] = (),
+    ) -> bool:
+        """Enters a score. True: the group is ready by it. That of a trajectory taken back changes nothing.
+
+        teacher: its scores of each branch; (): the row has none.
+        """
         index = trajectory.index
         if group.trajectories.get(index) is not trajectory:
             return False
         assert index not in group.scores
         group.scores[index] = score
+        if teacher:
+            group.teachers[index] = teacher
         if len(group.scores) < len(group.requests):
             return False
         group.finished_at = now
@@ -348,6 +364,7 @@ class GroupBuffer:
             for index in lost:
                 gone = group.trajectories.pop(index)
                 group.scores.pop(index, None)
+                group.teachers.pop(index, None)
                 group.turns = [one for one in group.turns if one.call and one.call.run is not gone]
             # One whose next turn is being sampled elsewhere is pending when that call ends.
             group.pending.update(set(lost) - group.asked.keys())

@@ -51,6 +51,7 @@ def waits_for(waits: BatchWait | None, buffer: GroupBuffer) -> list[str]:
     """Who has the oldest group that the trainer waits for: server addresses, or one of the names below. [] if none.
 
     "verifier": every completion has come, a score is missing
+    "teacher NAME": likewise, of that teacher alone
     "a free server": no server is asked for the missing completions
     "new weights": the group is not opened yet, because no server may sample it
     """
@@ -61,7 +62,14 @@ def waits_for(waits: BatchWait | None, buffer: GroupBuffer) -> list[str]:
         return [] if buffer.is_ready(waits.batch) else ["new weights"]
     if asked := _asked(missing[0]):
         return asked
-    return ["a free server"] if _pending(missing[0]) else ["verifier"]
+    return ["a free server"] if _pending(missing[0]) else _scoring(missing[0])
+
+
+def _scoring(group: GroupInFlight) -> list[str]:
+    """What scores it, where every completion has come."""
+    unscored = [wanted.index for wanted in group.requests if wanted.index not in group.scores]
+    names = {group.with_teacher.get(index, "") for index in unscored}
+    return ["verifier"] if "" in names else [f"teacher {name}" for name in sorted(names)]
 
 
 def _asked(group: GroupInFlight) -> list[str]:
@@ -94,7 +102,7 @@ def _group(group: GroupInFlight, now: float) -> str:
     elif _pending(group):
         text += ", on no server"
     else:
-        text += ", with the verifier"
+        text += f", with {', '.join(_scoring(group)).replace('verifier', 'the verifier')}"
     return text + ")"
 
 

@@ -50,6 +50,8 @@ FIELDS = {
     "environment.judge.seconds": FREE,  # a judge that does not answer ends the run: nothing becomes wrong by it
     "environment.judge.retries": FREE,
     "environment.judge.cache": FREE,
+    "distill.teachers": NOTED,  # where they are may change
+    "distill.seconds": FREE,
     "rollout.max_prompt_tokens": FREE,  # a prompt that is longer ends the start: it is never cut
     "pacing.max_buffered_batches": NOTED,  # how stale tokens are, below k: as the number of servers is
     "evaluation.every": FREE,

@@ -149,6 +149,7 @@ def _of_the_ledger(compute: Mapping[str, float]) -> Iterable[Family]:
     if not compute:
         return
     seconds = {(role, state): 3600 * compute[f"{role}_{state}_hours"] for role in ROLES for state in STATES}
+    seconds[("teacher", "up")] = 3600 * compute.get("teacher_hours", 0.0)
     yield "device_seconds", "Device-seconds of the run.", "counter", ("role", "state"), seconds
     flops = {(role,): compute[f"{role}_flops"] for role in (*ROLES, "evaluation", "setup")}
     yield "model_flops", "Model FLOPs of the run, by formula.", "counter", ("role",), flops

@@ -17,6 +17,9 @@ A generator's seconds come from the counters of its status replies, times its de
 What a run costs, `device_hours`, is busy and idle of both sides; the x axis of the fit is made of it and of the steps
 (scaling/units.py). The row of the evaluation at step 0, which is written before `begin`, is at 0 exactly.
 
+The time of teachers' servers (rollouts/teachers.py) while training goes on is a class of its own, `teacher`, and no
+part of that: a teacher was made before, and its servers may be those of several runs.
+
 Model FLOPs are counted by formula. With N the weights of the matrix products (the head counts, the embedding lookup
 does not; tied, the table counts once; of the experts a token's own count), L layers, H heads of size h, and c the
 positions a token attends to:
@@ -200,8 +203,17 @@ class Ledger:
             self._serving = serving
         self._save_if_due()
 
-    def observe(self, server_id: str, counters: ServerCounters, *, evaluating: bool, from_here: bool = False) -> None:
-        """Books what a server did since its last status; `evaluating`: it did so for an evaluation.
+    def observe(
+        self,
+        server_id: str,
+        counters: ServerCounters,
+        *,
+        evaluating: bool = False,
+        from_here: bool = False,
+        teacher: bool = False,
+    ) -> None:
+        """Books what a server did since its last status; `evaluating`: it did so for an evaluation; teacher: it is a
+        teacher's.
 
         from_here: what its counters say of the time up to now is not known to be true; it is booked from here on.
 
@@ -236,6 +248,9 @@ class Ledger:
             idle -= stalled
             kind = "evaluation" if evaluating else "training" if self._began else "setup"
             seconds = self._books["seconds"]
+            if teacher:
+                seconds["teacher"] += (busy + idle) * counters.devices * self._began
+                return
             seconds["generator_stalled"] += stalled * counters.devices
             if kind == "training":
                 seconds["generator_busy"] += busy * counters.devices
@@ -251,6 +266,10 @@ class Ledger:
     def observe_status(self, status: pb.StatusReply, evaluating: bool, from_here: bool) -> None:
         """As `observe`, what the status tells."""
         self.observe(status.server_id, ServerCounters.of(status), evaluating=evaluating, from_here=from_here)
+
+    def observe_teacher(self, status: pb.StatusReply, from_here: bool) -> None:
+        """As `observe_status`, of a server of a teacher."""
+        self.observe(status.server_id, ServerCounters.of(status), from_here=from_here, teacher=True)
 
     def finished_groups(self, groups: Sequence[FinishedGroup], *, evaluation: bool = False) -> None:
         """As `finished`, of each."""
@@ -285,6 +304,7 @@ class Ledger:
         {trainer,generator}_evaluation_hours     outside of it
         {trainer,generator}_setup_hours          outside of it
         {trainer,generator}_stalled_hours        outside of it
+        teacher_hours                            outside of it
         model_flops                              trainer_flops + generator_flops: the fit's x
         evaluation_flops, setup_flops            outside of it
         trained_tokens                           prompt tokens included
@@ -297,6 +317,7 @@ class Ledger:
                 for kind in ledger_file.CLASSES:
                     row[f"{side}_{kind}_hours"] = self._books["seconds"][f"{side}_{kind}"] / 3600
                 row["device_hours"] += row[f"{side}_busy_hours"] + row[f"{side}_idle_hours"]
+            row["teacher_hours"] = self._books["seconds"]["teacher"] / 3600
             flops = {kind: self._generator_flops(kind) for kind in ledger_file.TOKENS}
             trainer, sampled = self._books["trainer"], self._books["sampled"]
             row["model_flops"] = trainer["flops"] + flops["training"]

@@ -23,10 +23,11 @@ _MOST = {
 }  # 28 million device-hours, ...: far beyond any run
 
 CLASSES = ("busy", "idle", "evaluation", "setup", "stalled")
-_LATER = ("trainer_stalled", "generator_stalled")  # which an older file and its rows lack: none was booked
+_LATER = ("trainer_stalled", "generator_stalled", "teacher")  # which an older file and its rows lack: none was booked
 TOKENS = ("training", "evaluation", "setup")
 _PARTS = {  # of the file: its numbers, each with its unit
-    "seconds": {f"{side}_{kind}": "seconds" for side in ("trainer", "generator") for kind in CLASSES},
+    "seconds": {f"{side}_{kind}": "seconds" for side in ("trainer", "generator") for kind in CLASSES}
+    | {"teacher": "seconds"},
     "trainer": {"flops": "flops", "tokens": "tokens"},
     "sampled": dict.fromkeys(TOKENS, "tokens"),
     "decoded": dict.fromkeys(TOKENS, "tokens"),  # sampled and forced ones: each passes the model once

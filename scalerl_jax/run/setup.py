@@ -4,7 +4,7 @@ A mistake of the user's in them is a ValueError, one line. Nothing here computes
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from scalerl_jax.config import Config
 from scalerl_jax.contract import rollout_pb2 as pb
@@ -17,8 +17,12 @@ from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.learner.make_trainer import lora_of
 from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_config
 from scalerl_jax.model.safetensors_folder import Tensors
+from scalerl_jax.rollouts import candidates
+from scalerl_jax.rollouts import teachers as teachers_lib
+from scalerl_jax.rollouts.errors import ProbeError
+from scalerl_jax.rollouts.parity import LIMITS_WITH_EXPERTS
 from scalerl_jax.rollouts.requests import Requests
-from scalerl_jax.rollouts.servers import credentials
+from scalerl_jax.rollouts.servers import credentials, teacher_server
 from scalerl_jax.rollouts.servers.context import Servers
 from scalerl_jax.rollouts.servers.discovery import Discovery
 from scalerl_jax.rollouts.servers.validate import Routed
@@ -58,6 +62,7 @@ def expected_of(config: Config, decoder: DecoderConfig | None, *, maximum_tokens
         maximum_tokens=maximum_tokens,
         router_replay=config.rollout.router_replay,
         experts=decoder is not None and decoder.experts > 0,
+        top_k=config.distill.k if config.objective.distill == "student_topk" else 0,
     )
 
 
@@ -71,11 +76,40 @@ class Setup:
     servers: GivenServers
     maximum_tokens: int  # of the longest prompt and its longest completion
     expected: Expected
+    teachers: dict[str, teachers_lib.Where]  # by name
     remarks: list[str]  # lines for the user
 
     def check(self, server: str, status: pb.StatusReply) -> None:
         """Raises ProbeError where the server is not one for this run."""
         compare(server, status, self.expected)
+
+    def check_servers(self, config: Config, *, seconds: float) -> dict[str, str]:
+        """Looks once at the servers that are given, the teachers' too; returns the folders of teachers that local ones
+        are to serve. Raises FleetError where none of them can ever be used. seconds: for a status."""
+        given = self.servers
+        if given.addresses:
+            candidates.check_servers(given.addresses, given.credentials, self.check, seconds=seconds)
+        for name, where in self.teachers.items():
+
+            def check(server: str, status: pb.StatusReply, name: str = name) -> None:
+                if fault := teacher_server.fault_of(status, self.expected, top_k=teachers_lib.top_k_of(config)):
+                    raise ProbeError(f"teacher {name}, server {server}: {fault}")
+
+            if where.addresses:
+                candidates.check_servers(where.addresses, where.credentials, check, seconds=seconds)
+        return {name: where.folder for name, where in self.teachers.items() if where.folder}
+
+    def teachers_at(
+        self, config: Config, local: Mapping[str, Sequence[str]], *, observe: Callable[[pb.StatusReply, bool], None]
+    ) -> teachers_lib.Teachers:
+        """For the fleet. local: the addresses of those that local servers serve. observe: see Teachers."""
+        where = dict(self.teachers)
+        for name, addresses in local.items():
+            where[name] = teachers_lib.Where(tuple(addresses), credentials=self.servers.credentials)
+        prompt = self.rows.train[0].token_ids
+        return teachers_lib.Teachers(
+            config, where, prompt=prompt, expected=self.expected, limits=LIMITS_WITH_EXPERTS, observe=observe
+        )
 
     def servers_at(self, addresses: Sequence[str]) -> Servers:
         """For the fleet: what servers there are shown, and what they are held against."""
@@ -126,7 +160,8 @@ def load(config: Config, servers: str) -> Setup:
         digest=digest(rows.train),
     )
     expected = expected_of(config, decoder, maximum_tokens=maximum_tokens)
-    return Setup(decoder, tokenizer, rows, requests, curriculum, given, maximum_tokens, expected, remarks)
+    teachers = teachers_lib.where_of(config, rows.train, expected)
+    return Setup(decoder, tokenizer, rows, requests, curriculum, given, maximum_tokens, expected, teachers, remarks)
 
 
 def remarks_on(config: Config, rows: Rows) -> list[str]:

@@ -142,6 +142,13 @@ def test_an_ill_typed_value_in_a_file_is_named(tmp_path, line, message):
             "config.objective.tis_cap=2: config.objective.loss=cispo has a cap on the ratio already, "
             "config.objective.max_ratio=5: lower that",
         ),
+        ('distill.teachers={"a":"b:1"}', "config.objective.distill=none: makes no use of config.distill.teachers"),
+        ("objective.distill=sampled", "config.objective.distill=sampled: requires config.distill.teachers"),
+        ('distill.teachers={"a":1}', "config.distill.teachers: 'a': 1 is not a name of letters, digits and _ with its"),
+        (
+            'objective.distill=sampled distill.teachers={"a":"b:1","c":"d:2"}',
+            "config.distill.column: is empty; with several teachers it names the column that has a row's",
+        ),
         ("objective.reward_weight=0", "config.objective.reward_weight=0: leaves nothing to learn from: set"),
         ("objective.distill_weight=0", "config.objective.distill_weight=0.0: must be above 0"),
         ("objective.icepop_low=0.5", "config.objective.icepop_low=0.5: must not be above config.objective.icepop_high"),

@@ -5,6 +5,7 @@
                                         a code and words: the call ends with them)
         liar.generate = serve           async def serve(request, context, honest): instead of the honest answer
         liar.push = receive             async def receive(context, honest)
+        liar.score = change             a function of each ScoreReply of ScoreMany, and of its request
 
 The functions run on the liar's own event loop, in its thread.
 """
@@ -37,12 +38,19 @@ class Liar:
     def __init__(self, *, slots: int = 8, queue: int = 16, token_seconds: float = 0.0, mean_tokens: float = 12.0):
         self._token_seconds = token_seconds
         self._info = EngineInfo(
-            "replay", slots, queue, maximum_tokens=4096, tensors=SHAPES, tokenizer_fingerprint="replay"
+            "replay",
+            slots,
+            queue,
+            maximum_tokens=4096,
+            tensors=SHAPES,
+            tokenizer_fingerprint="replay",
+            maximum_top_k=VOCABULARY,
         )
         self._script = Scripted(vocabulary=VOCABULARY, mean_tokens=mean_tokens)
         self.status: Callable[[pb.StatusReply], Any] = lambda reply: reply
         self.generate: Callable[..., Awaitable[None]] = lambda request, context, honest: honest(request, context)
         self.push: Callable[..., Awaitable[None]] = lambda context, honest: honest(None, context)
+        self.score: Callable[[pb.ScoreReply, pb.ScoreRequest], Any] = lambda reply, request: reply
         self.calls: collections.Counter[str] = collections.Counter()
         self.asked: list[pb.GenerateRequest] = []
         self._ready, self._stop = threading.Event(), asyncio.Event()
@@ -98,9 +106,19 @@ class Liar:
             self.calls["PushWeights"] += 1
             await self.push(context, self.service.PushWeights)
 
+        async def score_many(requests: Any, context: Any) -> Any:
+            self.calls["ScoreMany"] += 1
+            async for request in requests:
+                self.calls["scored"] += 1
+                said = self.score(await self.service.Score(request, context), request)
+                if isinstance(said, tuple):
+                    await context.abort(*said)
+                yield said
+
         handlers = {
             "Status": grpc.unary_unary_rpc_method_handler(status, pb.StatusRequest.FromString, _bytes),
             "Generate": grpc.unary_stream_rpc_method_handler(generate, pb.GenerateRequest.FromString, _bytes),
+            "ScoreMany": grpc.stream_stream_rpc_method_handler(score_many, pb.ScoreRequest.FromString, _bytes),
             "PushWeights": grpc.stream_stream_rpc_method_handler(push, chunks.from_bytes, _bytes),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

@@ -23,6 +23,7 @@ from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.parity import Probe
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.servers.validate_status import Expected, compare
+from scalerl_jax.rollouts.teachers import Teachers
 from tests.rollouts.replay_server import hold_file, read_dump
 from tests.support.replay.scripts import Scripted
 from tests.support.servers import ServerProcess
@@ -148,6 +149,7 @@ class Trainer:
         scorer: Callable[[Row, Completion], "concurrent.futures.Future[Score]"] | None = None,
         logprobs=None,
         episodes: EpisodePool | None = None,
+        teachers: Teachers | None = None,
         **kwargs: Any,
     ):
         """logprobs: of completions, as the trainer's policy has them. kwargs: of Servers."""
@@ -193,6 +195,7 @@ class Trainer:
             incarnation=Incarnation(incarnation or time.time_ns(), raised),
             score=scorer or (lambda row, completion: self.scorers.submit(score, row, completion)),
             episodes=episodes,
+            teachers=teachers,
             on_event=lambda kind, fields: self.events.append((kind, fields)),
             observe=self.observe,
             serving=self.serving.append,

@@ -89,6 +89,21 @@ def test_generators_are_booked_by_process(tmp_path):
     assert (row["sampled_tokens"], row["evaluation_tokens"]) == (100 + 5 + 11, 100)
 
 
+def test_teachers_are_a_class_of_their_own(tmp_path):
+    clock = Clock()
+    ledger = make(tmp_path / "l", clock)
+    clock.now += 10
+    ledger.observe("t", counters(10, 0), teacher=True)  # before training begins
+    ledger.begin()
+    clock.now += 30
+    ledger.observe("t", counters(40, 0), teacher=True)
+    ledger.observe("g", counters(25, 20))
+    row = ledger.snapshot()
+    assert hours(row, "teacher", "generator_busy", "generator_idle", "trainer_idle") == [2 * 30, 40, 10, 4 * 30]
+    assert 3600 * row["device_hours"] == pytest.approx(50 + 120)
+    assert make(tmp_path / "l", clock).snapshot()["teacher_hours"] == row["teacher_hours"]
+
+
 def test_compute_stays_booked_over_a_kill(tmp_path):
     clock = Clock()
     ledger = make(tmp_path / "l", clock)

@@ -26,9 +26,11 @@ EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def write_model(folder: str, *, words: Sequence[str] = ("time is up",), **sizes: Any) -> str:
-    """A policy in a Hugging Face folder. Other `words` make another tokenizer. sizes: fields of DecoderConfig, EXPERTS
-    for one."""
+def write_model(
+    folder: str, *, words: Sequence[str] = ("time is up",), leaning: float = 0.25, likes: str = "12=", **sizes: Any
+) -> str:
+    """A policy in a Hugging Face folder. Other `words` make another tokenizer. leaning, likes: to which tokens, and how
+    much. sizes: fields of DecoderConfig, EXPERTS for one."""
     base = os.path.join(os.path.dirname(folder), os.path.basename(folder) + "-tokenizer")
     tokenizer = make_tokenizer(corpus=[*words] * 9, path=base, vocabulary=280)
     decoder = DecoderConfig(
@@ -45,8 +47,8 @@ def write_model(folder: str, *, words: Sequence[str] = ("time is up",), **sizes:
     )
 
     def lean(head: np.ndarray, common: np.ndarray) -> None:
-        for token in (*tokenizer.encode("12="), tokenizer.eos_id):
-            head[token] += 0.25 * common
+        for token in (*tokenizer.encode(likes), tokenizer.eos_id):
+            head[token] += leaning * common
 
     params = leaning_params(decoder, lean, spread=0.5, head=0.02)
     write_model_folder(folder, params=params, decoder=decoder, tokenizer_dir=base)

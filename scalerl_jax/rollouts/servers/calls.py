@@ -89,6 +89,7 @@ class Calls:
         self._calls: dict[RolloutRequest, _Call] = {}  # the oldest first
         self._closed = False
         self._repeats = False  # it has sent a completion twice
+        self.scores = 0  # sequences that it is asked to score now
         self.finishes: collections.deque[float] = collections.deque(maxlen=4096)  # times of the last completions
 
     @property
@@ -133,6 +134,26 @@ class Calls:
         patience = self._context.requests.turn_tokens / config.slowest_tokens_per_second + config.stall_seconds
         self._calls[rollout] = _Call(patience)
         return self._completions(rollout)
+
+    async def score(self, request: codec.ScoreRequest, *, seconds: float) -> codec.Scores | None:
+        """By the policy that it holds. None: they do not come; one that breaks the contract by them is turned away."""
+        self.scores += 1
+        try:
+            reply = await self._stub.Score(codec.score_request_to_proto(request), timeout=seconds)
+            if reply is None:
+                raise ValueError("scores that cannot be decoded")
+            return codec.scores_from_proto(reply, request, vocabulary=self._context.servers.vocabulary)
+        except ValueError as error:
+            self._server.reject(f"server {self._server.address} breaks the contract: {error}")
+        except grpc.aio.AioRpcError as error:
+            _log.debug("server %s does not score: %s", self._server.address, describe(error))
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            # The channel was closed: the server is gone.
+        finally:
+            self.scores -= 1
+        return None
 
     def excuse(self, seconds: float, *, now: float) -> None:
         """Extends the deadlines by `seconds`: the trainer itself was stalled."""

@@ -11,11 +11,11 @@ import socket
 
 
 class Discovery:
-    """Raises ValueError, one line that names what is wrong with --servers; so does resolve()."""
+    """Raises ValueError, one line that names what is wrong with the flag or field; so does resolve()."""
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, *, field: str = "--servers"):
         prefix = next(prefix for prefix in _RESOLVERS if text.startswith(prefix))
-        self._where, self._resolve, self._target = f"--servers={text}", _RESOLVERS[prefix], text.removeprefix(prefix)
+        self._where, self._resolve, self._target = f"{field}={text}", _RESOLVERS[prefix], text.removeprefix(prefix)
         self.changes = prefix != ""  # whether another look may find others
         self._listed = () if self.changes else self._checked()
 

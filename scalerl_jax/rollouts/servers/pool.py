@@ -3,14 +3,19 @@
 The list is looked at again every fleet.discovery_seconds where it may change (a watched file, a DNS name). A server
 that is no longer listed is asked for nothing more, delivers what it was asked for, and is released. A list that cannot
 be read (a file being replaced, a name server away) leaves the fleet as it is; that is said once.
+
+And which of them is asked for what next: `dispatch`.
 """
 
 import asyncio
+import heapq
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from scalerl_jax.contract.peer_text import LogLimit
+from scalerl_jax.rollouts import pacing as pacing_lib
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, RolloutRequest
 from scalerl_jax.rollouts.loop_thread import watched
 from scalerl_jax.rollouts.servers import server_state
 from scalerl_jax.rollouts.servers.client import SURE_AFTER, ServerClient
@@ -129,3 +134,53 @@ class ServerPool:
 def _state(client: ServerClient) -> str:
     """Where the reason alone does not tell."""
     return f"{client.state}, " if client.state == server_state.SUPERSEDED else ""
+
+
+def dispatch(
+    active: Sequence[ServerClient],
+    buffer_of: Callable[[ServerClient], GroupBuffer | None],
+    *,
+    typical_seconds: float,
+    now: float,
+) -> Iterator[tuple[ServerClient, RolloutRequest]]:
+    """What to ask of the servers that have room, as much as they and the buffers allow; each is to be asked at once.
+
+    buffer_of: what a server works on; None: it is to be asked for nothing. typical_seconds: of a completion.
+    """
+    # No group is left to a server that may not be asked now, either: it may be minutes until then.
+    buffers = {c: buffer for c in active if c.free_at <= now and (buffer := buffer_of(c)) is not None}
+    # One request at a time to the least loaded server, so that few groups are spread over all servers.
+    heap = [(c.calls.load, i) for i, c in enumerate(active) if c in buffers]
+    heapq.heapify(heap)
+
+    def capacity_of(client: ServerClient) -> tuple[int, bool]:
+        group_size = buffers[client].group_size
+        return client.calls.capacity(group_size=group_size, typical_seconds=typical_seconds, now=now)
+
+    with_capacity = {c.process: c.step for c in buffers if c.step is not None and capacity_of(c)[0] > 0}
+    while heap:
+        number = heapq.heappop(heap)[1]
+        client = active[number]
+        buffer, step = buffers[client], client.step
+        assert step is not None
+        capacity, split = capacity_of(client)
+        request = buffer.request(
+            client.process, step=step, capacity=capacity, split=split, alone=_alone(client, buffers), now=now,
+            with_capacity=with_capacity,
+        )  # fmt: skip
+        if request is not None:
+            yield client, request
+            heapq.heappush(heap, (client.calls.load, number))
+
+
+def _alone(client: ServerClient, buffers: dict[ServerClient, GroupBuffer]) -> bool:
+    """Whether no other server that may be asked now could have the group that is next for this one."""
+    buffer = buffers[client]
+
+    def may_have(c: ServerClient, number: int) -> bool:
+        assert c.step is not None
+        return buffers[c] is buffer and pacing_lib.suits(buffer.pacing, number, c.step, trained=buffer.trained)
+
+    waiting = (group.number for group in buffer.waiting())
+    number = next((number for number in waiting if may_have(client, number)), None)
+    return number is None or not any(may_have(c, number) for c in buffers if c is not client)

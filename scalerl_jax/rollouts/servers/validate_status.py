@@ -188,6 +188,7 @@ class Expected:
     maximum_tokens: int = 0  # longest prompt and completion together; the server must hold at least this much
     router_replay: bool = False  # the server must be able to tell the experts of its completions
     experts: bool = False  # the decoder has some: two sides in bfloat16 may choose others
+    top_k: int = 0  # the server must be able to tell the log-probs of so many ids at a token
 
 
 def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
@@ -220,6 +221,11 @@ def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
         raise ProbeError(
             f"server {server}: config.rollout.router_replay needs the experts of each token, and it does not tell "
             "them; start it with --router_replay"
+        )
+    if status.maximum_top_k < expected.top_k:
+        raise ProbeError(
+            f"server {server}: config.objective.distill=student_topk needs the log-probs of config.distill.k="
+            f"{expected.top_k} ids at a token, and it tells {status.maximum_top_k}"
         )
 
 

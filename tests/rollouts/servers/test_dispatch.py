@@ -2,8 +2,8 @@
 
 import pytest
 
-from scalerl_jax.rollouts.fleet import dispatch
 from scalerl_jax.rollouts.group_buffer import Process
+from scalerl_jax.rollouts.servers.pool import dispatch
 from tests.rollouts.test_group_buffer import make
 
 NOW = 1000.0

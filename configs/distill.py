@@ -1,0 +1,25 @@
+"""The quickstart's policy learns from a teacher that RL made, on the quickstart's task: on-policy distillation.
+
+Command    make quickstart, which makes the warm start and, by RL, the teacher; then
+           scalerl-export --workdir=runs/quickstart --out=runs/quickstart-teacher
+           scalerl-train --config=configs/distill.py --workdir=runs/distill
+Hardware   2 CPU cores, 4 GB of memory
+"""
+
+import os
+
+from scalerl_jax.config import Config
+from scalerl_jax.config_io import load_file
+
+
+def get_config() -> Config:
+    config = load_file(os.path.join(os.path.dirname(os.path.abspath(__file__)), "quickstart.py"))
+    config.max_steps = 26
+    config.distill.teachers = {"rl": "runs/quickstart-teacher"}
+    config.objective.distill = "student_topk"
+    config.distill.k = 8
+    config.objective.reward_weight = 0.0  # the teacher alone
+    config.objective.truncated = "penalize"  # what is cut is learned from, too
+    config.optimizer.learning_rate = 4e-4
+    config.optimizer.warmup_steps = 3
+    return config
