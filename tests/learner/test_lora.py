@@ -1,4 +1,7 @@
-"""An adapter in the trainer: what is trained, what is sent, what is saved, and PEFT's files. About 5 CPU seconds, and as many of slow tests."""
+"""An adapter in the trainer: what is trained, what is sent, what is saved, and PEFT's files.
+
+About 5 CPU seconds, and as many of slow tests.
+"""
 
 import json
 import pathlib
