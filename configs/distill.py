@@ -4,6 +4,9 @@ Command    make quickstart, which makes the warm start and, by RL, the teacher; 
            scalerl-export --workdir=runs/quickstart --out=runs/quickstart-teacher
            scalerl-train --config=configs/distill.py --workdir=runs/distill
 Hardware   2 CPU cores, 4 GB of memory
+Time       4 to 10 minutes on two cores that other work shared, after the quickstart
+Expect     held-out pass rate from 0.31 to about 0.93 in 26 steps, a fifth of RL's, where the teacher has 0.955
+           (docs/how_to/distillation.md)
 """
 
 import os

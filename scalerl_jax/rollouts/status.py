@@ -62,14 +62,16 @@ def waits_for(waits: BatchWait | None, buffer: GroupBuffer) -> list[str]:
         return [] if buffer.is_ready(waits.batch) else ["new weights"]
     if asked := _asked(missing[0]):
         return asked
-    return ["a free server"] if _pending(missing[0]) else _scoring(missing[0])
+    if _pending(missing[0]):
+        return ["a free server"]
+    return [f"teacher {name}" for name in _teachers(missing[0])] or ["verifier"]
 
 
-def _scoring(group: GroupInFlight) -> list[str]:
-    """What scores it, where every completion has come."""
+def _teachers(group: GroupInFlight) -> list[str]:
+    """Those that alone it waits for, where every completion has come; none: a score is missing."""
     unscored = [wanted.index for wanted in group.requests if wanted.index not in group.scores]
     names = {group.with_teacher.get(index, "") for index in unscored}
-    return ["verifier"] if "" in names else [f"teacher {name}" for name in sorted(names)]
+    return [] if "" in names else sorted(names)
 
 
 def _asked(group: GroupInFlight) -> list[str]:
@@ -101,8 +103,10 @@ def _group(group: GroupInFlight, now: float) -> str:
         text += f", on {', '.join(asked)}"
     elif _pending(group):
         text += ", on no server"
+    elif teachers := _teachers(group):
+        text += f", with teacher {', '.join(teachers)}"
     else:
-        text += f", with {', '.join(_scoring(group)).replace('verifier', 'the verifier')}"
+        text += ", with the verifier"
     return text + ")"
 
 
