@@ -75,7 +75,7 @@ class EngineInfo:
     sync_dtype: str = "float32"
     devices: int = 1
     router_replay: bool = False  # tells the experts of completions, where a request asks for them
-    maximum_top_k: int = 0  # top and target ids of a token that `score` tells
+    maximum_top_k: int = 0  # top and target ids of a token that `score` returns
 
 
 # By tensor's name. None: it may differ anywhere. A tensor that is not named is as it was, to the bit.

@@ -100,8 +100,8 @@ class Received:
         ends = np.cumsum(arrays["sizes"])
         for place, start, end in zip(arrays["at"].tolist(), (ends - arrays["sizes"]).tolist(), ends.tolist()):
             fields = {name: arrays[name][start:end] for name in _FIELDS}
-            told: dict[str, Any] = {name: arrays.get(f"teacher/{name}/{place}") for name in _OF_TEACHER}
-            teacher = TeacherScores(**told) if told["logprobs"] is not None else None
+            scores: dict[str, Any] = {name: arrays.get(f"teacher/{name}/{place}") for name in _OF_TEACHER}
+            teacher = TeacherScores(**scores) if scores["logprobs"] is not None else None
             self._there[place] = Segment(**fields, experts=arrays.get(f"experts/{place}"), teacher=teacher)
 
     def finish(self, frame: Frame) -> tuple[list[Segment | Elsewhere], list[Segment | Elsewhere]]:

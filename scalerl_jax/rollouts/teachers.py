@@ -4,12 +4,12 @@
                   folder, which a local server serves
     sampled       the teacher's log-prob of each token
     topk_forward  and of its k most likely tokens
-    student_topk  and of the policy's k most likely tokens, as a generator of the run tells them
+    student_topk  and of the policy's k most likely tokens, as a generator of the run names them
     queue         each branch of a completion is one sequence. It is asked of the server with the least to do, and after
                   a failure of another one. CACHE_BYTES of the latest answers are kept, so that none is asked for twice
     server        one that dies is met again when it answers, or discovery finds another
 
-A server that does not tell the teacher's log-probs is sent away (servers/teacher_server.py). Where none is left that
+A server that does not give the teacher's log-probs is sent away (servers/teacher_server.py). Where none is left that
 ends the run; where all are lost the run waits.
 """
 
@@ -105,7 +105,7 @@ def teacher_of(config: Config, row: Row) -> str:
 
 
 def top_k_of(config: Config) -> int:
-    """Ids that a teacher's server must tell the log-probs of at a token."""
+    """Ids that a teacher's server must score at a token."""
     return 0 if config.objective.distill == "sampled" else config.distill.k
 
 
@@ -165,7 +165,7 @@ class Teachers:
         return [teacher.run() for teacher in self._teachers.values()]
 
     async def score(self, row: Row, completion: codec.Completion) -> tuple[TeacherScores, ...]:
-        """What the row's teacher says of each branch; () where the row has none. It waits as long as it takes."""
+        """The teacher's scores of each branch; () where the row has none. It waits as long as it takes."""
         name = teacher_of(self._config, row)
         if not name:
             return ()
@@ -178,13 +178,13 @@ class Teachers:
         request = codec.ScoreRequest(np.concatenate([prompt, branch.token_ids]).astype(np.int32), first=len(prompt))
         if self._form == "sampled":
             return TeacherScores(_behind(len(prompt), (await self._scores(teacher, request)).logprobs, 0))
-        told = dataclasses.replace(request, top_k=self._k)
+        with_top = dataclasses.replace(request, top_k=self._k)
         if self._form == "student_topk":
-            ids = (await self._ask_student(told)).top_ids
+            ids = (await self._ask_student(with_top)).top_ids
             scores = await self._scores(teacher, dataclasses.replace(request, target_ids=ids))
             logprobs = scores.target_logprobs
         else:
-            scores = await self._scores(teacher, told)
+            scores = await self._scores(teacher, with_top)
             ids, logprobs = scores.top_ids, scores.top_logprobs
             beyond = ids >= self._vocabulary  # padding of the teacher's vocabulary
             ids, logprobs = np.where(beyond, -1, ids), np.where(beyond, 0, logprobs)

@@ -102,9 +102,9 @@ def _score(
     """
     logit = logits(model_params(weights, config), config, hidden, precision=precision)
     total = jax.nn.logsumexp(logit, axis=-1, keepdims=True)
-    told = jnp.where(ids < 0, 0.0, jnp.take_along_axis(logit, jnp.maximum(ids, 0), axis=1) - total)
+    scored = jnp.where(ids < 0, 0.0, jnp.take_along_axis(logit, jnp.maximum(ids, 0), axis=1) - total)
     top, top_ids = _top(logit, min(top_k, config.vocab_size))
-    return told, top_ids, top - total
+    return scored, top_ids, top - total
 
 
 def _top(logit: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -157,7 +157,7 @@ class Scorer:
         """For 1 to `longest` tokens."""
         token_ids, first, wanted = request.token_ids, request.first, request.ids()
         length, k = len(token_ids), wanted.shape[1] - 1
-        told = np.zeros(wanted.shape, np.float32)
+        scored = np.zeros(wanted.shape, np.float32)
         top_ids = np.full((length - first, request.top_k), -1, np.int32)
         top = np.zeros(top_ids.shape, np.float32)
         begin = max(first, 1)  # the first place that is predicted
@@ -172,9 +172,9 @@ class Scorer:
             head = self._head(weights, chunks[0], wide if request.top_k else 0, ids.shape[1])
             parts = [head(weights, chunks[start // size], ids[start : start + size]) for start in starts]
             found = [np.concatenate(arrays)[begin - 1 - starts[0] : length - 1 - starts[0]] for arrays in zip(*parts)]
-            for whole, rows in zip((told, top_ids, top), found):
+            for whole, rows in zip((scored, top_ids, top), found):
                 whole[begin - first :] = rows[:, : whole.shape[1]]
-        return Scores(told[:, 0], top_ids, top, told[:, 1:])
+        return Scores(scored[:, 0], top_ids, top, scored[:, 1:])
 
 
 def of_model(

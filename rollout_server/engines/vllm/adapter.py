@@ -286,8 +286,10 @@ class Vllm:
         prompt = {"prompt_token_ids": request.token_ids.tolist(), "cache_salt": name}
         async for _ in self.engine.generate(prompt, params, name):
             pass
-        told, top_ids, top = (await self.engine.collective_rpc("scalerl_scored", args=(name,)))[0]  # all have the same
-        logprobs = np.frombuffer(told, np.float32).reshape(ids.shape)
+        scored, top_ids, top = (await self.engine.collective_rpc("scalerl_scored", args=(name,)))[
+            0
+        ]  # all have the same
+        logprobs = np.frombuffer(scored, np.float32).reshape(ids.shape)
         top_ids, top = np.frombuffer(top_ids, np.int32).reshape(shape), np.frombuffer(top, np.float32).reshape(shape)
         return Scores(logprobs[:, 0], top_ids, top, logprobs[:, 1:])
 

@@ -4,7 +4,7 @@ Runs in vLLM's worker processes. A request to score carries in SamplingParams.ex
 step the head is computed for its part of the prompt, a chunk at a time, and what is asked of the logits is kept until
 the server takes it. The server scores one sequence after another, so only the latest is kept.
 
-vLLM's own prompt_logprobs make Python objects of every number, and tell those of given tokens in its newer model runner
+vLLM's own prompt_logprobs make Python objects of every number, and give those of given tokens in its newer model runner
 only, which forced phrases do not work with.
 """
 
@@ -18,7 +18,7 @@ KEY = "scalerl_score"
 
 CHUNK = 1024  # tokens whose logits exist at once
 
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]  # told [n, 1 + k] float32, top ids [n, top_k] int32, and theirs
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]  # scored [n, 1 + k] float32, top ids [n, top_k] int32, and theirs
 
 
 class PromptScores:
@@ -48,19 +48,19 @@ class PromptScores:
         wanted = np.frombuffer(ids, np.int32).reshape(length - first, -1)
         if self._kept is None or self._kept[0] != name:
             # What is never computed would be noticed.
-            told, top = np.full(wanted.shape, np.nan, np.float32), np.full((len(wanted), top_k), np.nan, np.float32)
+            scored, top = np.full(wanted.shape, np.nan, np.float32), np.full((len(wanted), top_k), np.nan, np.float32)
             top_ids = np.full(top.shape, -1, np.int32)
             if first == 0:
-                told[0], top[0] = 0, 0
-            self._kept = name, (told, top_ids, top)
-        told, top_ids, top = self._kept[1]
-        # A token tells of the one behind it.
+                scored[0], top[0] = 0, 0
+            self._kept = name, (scored, top_ids, top)
+        scored, top_ids, top = self._kept[1]
+        # A token predicts the one behind it.
         for start in range(max(place + 1, first), min(place + 1 + len(hidden), length), CHUNK):
             end = min(start + CHUNK, place + 1 + len(hidden), length)
             logits = self._runner.model.compute_logits(hidden[start - 1 - place : end - 1 - place])
             logprobs, rows = logits.float().log_softmax(-1), slice(start - first, end - first)
             own = torch.from_numpy(wanted[rows].astype(np.int64)).to(logprobs.device)
-            told[rows] = logprobs.gather(1, own.clamp(min=0)).masked_fill(own < 0, 0.0).cpu().numpy()
+            scored[rows] = logprobs.gather(1, own.clamp(min=0)).masked_fill(own < 0, 0.0).cpu().numpy()
             values, places = logprobs.topk(top_k)
             top[rows], top_ids[rows] = values.cpu().numpy(), places.cpu().numpy()
 

@@ -1,6 +1,6 @@
 """One server of a teacher: a model that is never updated, and scores what the policy samples (teachers.py).
 
-Whether it tells the teacher's log-probs:
+Whether it gives the teacher's log-probs:
 
     met        the first server of a teacher samples some tokens itself: it must score them as it sampled them. What it
                says of them is the reference: every other server must say the same, within the limits of the dtype
@@ -55,7 +55,7 @@ def fault_of(status: pb.StatusReply, expected: Expected, *, top_k: int) -> str:
     if not status.maximum_top_k:
         return "it has no ScoreMany (its status has no maximum_top_k), which a teacher needs"
     if status.maximum_top_k < top_k:
-        return f"it tells the log-probs of {status.maximum_top_k} ids at a token, and config.distill.k={top_k}"
+        return f"it gives the log-probs of {status.maximum_top_k} ids at a token, and config.distill.k={top_k}"
     if status.maximum_tokens < expected.maximum_tokens:
         return (
             f"it holds {status.maximum_tokens} tokens of prompt and completion, the run needs up to "
@@ -226,8 +226,8 @@ class TeacherServer:
                 scores = codec.scores_from_proto(message, request, vocabulary=vocabulary)
                 if message.version.SerializeToString() != version:
                     raise ValueError("its weights have changed, and a teacher is never updated")
-                told = ((scores.top_ids, scores.top_logprobs), (request.target_ids, scores.target_logprobs))
-                for ids, logprobs in told:
+                given = ((scores.top_ids, scores.top_logprobs), (request.target_ids, scores.target_logprobs))
+                for ids, logprobs in given:
                     same = ids == request.token_ids[request.first :, None]
                     once = np.broadcast_to(scores.logprobs[:, None], same.shape)
                     self._hold_against(

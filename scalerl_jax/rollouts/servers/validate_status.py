@@ -225,7 +225,7 @@ def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
     if status.maximum_top_k < expected.top_k:
         raise ProbeError(
             f"server {server}: config.objective.distill=student_topk needs the log-probs of config.distill.k="
-            f"{expected.top_k} ids at a token, and it tells {status.maximum_top_k}"
+            f"{expected.top_k} ids at a token, and it gives {status.maximum_top_k}"
         )
 
 
