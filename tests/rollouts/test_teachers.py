@@ -297,7 +297,7 @@ def test_what_cannot_be_is_one_line_before_the_run(tmp_path):
     [
         ({"tokenizer_fingerprint": "other"}, "its tokenizer is not the policy's"),
         ({"model_config": '{"vocab_size": 63}'}, "its vocabulary has 63 ids, the policy's 64"),
-        ({"maximum_top_k": 4}, "tells the log-probs of 4 ids at a token, and config.distill.k=5"),
+        ({"maximum_top_k": 4}, "gives the log-probs of 4 ids at a token, and config.distill.k=5"),
         ({"maximum_top_k": 0}, "it has no ScoreMany"),
         ({"maximum_tokens": 255}, "holds 255 tokens of prompt and completion, the run needs up to 256"),
     ],
