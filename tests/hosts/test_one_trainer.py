@@ -119,11 +119,12 @@ def test_a_killed_first_host_ends_all_and_the_same_command_goes_on(tmp_path, hos
     check_rows(run.first, config_of([*flags, f"--config.max_steps={newest + 2}"]))
 
 
-def test_every_host_sends_its_part_of_each_delta(tmp_path: pathlib.Path, hosts, flags, model, rollouts):  # noqa: F811
-    """On a bfloat16 wire; the servers check the digests of every tensor."""
+@pytest.mark.parametrize("trained", [("--config.optimizer.learning_rate=1e-5",), ("--config.lora.rank=2",)])
+def test_every_host_sends_its_part_of_each_delta(tmp_path, hosts, flags, model, rollouts, trained):  # noqa: F811
+    """On a bfloat16 wire, all parameters or an adapter; the servers check the digests of every tensor."""
     flags = [
         *flags, *UNPROBED, "--config.max_steps=6", "--config.learner.micro_batch_rows=2",
-        "--config.model.sync_dtype=bfloat16", "--config.optimizer.learning_rate=1e-5",
+        "--config.model.sync_dtype=bfloat16", *trained,
     ]  # fmt: skip
     replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}", "--sync_dtype=bfloat16", "--verbosity=0")
     with serve(tmp_path, 2, *replay) as addresses:
