@@ -166,6 +166,20 @@ class Scores:
     target_logprobs: np.ndarray  # [n, k] float32; 0 where there is no target
 
 
+@dataclasses.dataclass(frozen=True)
+class TeacherScores:
+    """A teacher's log-probs of one sequence of t tokens, at temperature 1; the first token, which nothing predicts, has
+    0 and no ids.
+
+    ids: at each token those of the k that are compared there, each once and -1 for none: the teacher's most likely ones
+    or the student's, as the form of distillation wants. None: there are only the log-probs of the sequence itself.
+    """
+
+    logprobs: np.ndarray  # [t] float32, of the sequence's own tokens
+    ids: np.ndarray | None = None  # [t, k] int32
+    top_logprobs: np.ndarray | None = None  # [t, k] float32, of these ids; 0 where there is none
+
+
 def encode_ids(ids: Sequence[int] | np.ndarray) -> bytes:
     return np.asarray(ids, dtype="<i4").tobytes()
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
-from scalerl_jax.learner.packing import Elsewhere, Segment, TeacherScores
+from scalerl_jax.contract.codec import TeacherScores
+from scalerl_jax.learner.packing import Elsewhere, Segment
 
 _HEAD = "frame"
 

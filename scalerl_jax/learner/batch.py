@@ -64,9 +64,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from scalerl_jax.config import ObjectiveConfig
-from scalerl_jax.contract.codec import Completion
+from scalerl_jax.contract.codec import Completion, TeacherScores
 from scalerl_jax.environments.base import Row, Score
-from scalerl_jax.learner.packing import Segment, TeacherScores
+from scalerl_jax.learner.packing import Segment
 from scalerl_jax.objective import advantages, token_weights, turn_advantages
 
 

@@ -10,22 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scalerl_jax.contract.codec import Completion
+from scalerl_jax.contract.codec import Completion, TeacherScores
 from scalerl_jax.model.experts import OWN
-
-
-@dataclasses.dataclass(frozen=True)
-class TeacherScores:
-    """A teacher's log-probs of one sequence of t tokens, at temperature 1; the first token, which nothing predicts, has
-    0 and no ids.
-
-    ids: at each token those of the k that are compared there, each once and -1 for none: the teacher's most likely ones
-    or the student's, as the form of distillation wants. None: there are only the log-probs of the sequence itself.
-    """
-
-    logprobs: np.ndarray  # [t] float32, of the sequence's own tokens
-    ids: np.ndarray | None = None  # [t, k] int32
-    top_logprobs: np.ndarray | None = None  # [t, k] float32, of these ids; 0 where there is none
 
 
 @dataclasses.dataclass(frozen=True)

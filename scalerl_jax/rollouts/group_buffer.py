@@ -22,11 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scalerl_jax.contract.codec import Completion, CompletionRequest
+from scalerl_jax.contract.codec import Completion, CompletionRequest, TeacherScores
 from scalerl_jax.environments import Row, Score
 from scalerl_jax.environments.agent import AgentRun
 from scalerl_jax.environments.episode import Part, Trajectory
-from scalerl_jax.learner.packing import TeacherScores
 from scalerl_jax.rollouts import pacing as pacing_lib
 
 

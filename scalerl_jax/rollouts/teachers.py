@@ -32,10 +32,10 @@ import numpy as np
 from scalerl_jax.config import Config
 from scalerl_jax.contract import codec, peer_text, security
 from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.codec import TeacherScores
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments import Row
 from scalerl_jax.learner.batch import prompt_of
-from scalerl_jax.learner.packing import TeacherScores
 from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.loop_thread import LoopThread, on_loop, watched
 from scalerl_jax.rollouts.servers import credentials

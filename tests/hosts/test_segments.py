@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scalerl_jax.contract.codec import TeacherScores
 from scalerl_jax.hosts import frames as segments_lib
 from scalerl_jax.hosts.frames import MORE, Frame, Received, frames
-from scalerl_jax.learner.packing import Elsewhere, Segment, TeacherScores, first_fit, pack, positions_of
+from scalerl_jax.learner.packing import Elsewhere, Segment, first_fit, pack, positions_of
 
 LENGTH, ROWS, HOSTS, K = 32, 4, 2, 3
 

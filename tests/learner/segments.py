@@ -4,7 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from scalerl_jax.learner.packing import Segment, TeacherScores
+from scalerl_jax.contract.codec import TeacherScores
+from scalerl_jax.learner.packing import Segment
 
 
 def make_segments(lengths, *, vocabulary: int, seed: int = 0) -> list[Segment]:

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from scalerl_jax.config import ObjectiveConfig
-from scalerl_jax.contract.codec import Completion
+from scalerl_jax.contract.codec import Completion, TeacherScores
 from scalerl_jax.environments import Row, Score
 from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.learner.batch import build, per_token
-from scalerl_jax.learner.packing import TeacherScores
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalerl_jax.learner.packing import Segment, TeacherScores
+from scalerl_jax.contract.codec import TeacherScores
+from scalerl_jax.learner.packing import Segment
 from scalerl_jax.learner.trainer import Layout, Trainer
 from scalerl_jax.model import forward, logits
 from scalerl_jax.objective.losses import DIVERGENCES

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_jax.learner.packing import MicroBatch, Segment, TeacherScores, pack, plain
+from scalerl_jax.contract.codec import TeacherScores
+from scalerl_jax.learner.packing import MicroBatch, Segment, pack, plain
 
 INTEGERS = ("tokens", "positions", "segment_ids", "targets")
 FLOATS = ("weights", "advantages", "generator_logprobs")

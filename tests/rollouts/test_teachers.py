@@ -11,8 +11,8 @@ import pytest
 
 from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.codec import TeacherScores
 from scalerl_jax.environments import Row
-from scalerl_jax.learner.packing import TeacherScores
 from scalerl_jax.rollouts import teachers as teachers_lib
 from scalerl_jax.rollouts.loop_thread import LoopThread
 from scalerl_jax.rollouts.parity import LIMITS_WITH_EXPERTS
