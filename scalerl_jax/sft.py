@@ -41,6 +41,7 @@ from scalerl_jax.model.decoder import Params, init_params
 from scalerl_jax.model.decoder_config import SIZES, DecoderConfig, check_folder, config_of_file, read_config
 from scalerl_jax.model.hf import load_hf
 from scalerl_jax.model.hf_folder import write_model_folder
+from scalerl_jax.model.lora import write_adapter
 from scalerl_jax.model.safetensors_folder import Tensors
 from scalerl_jax.run import compute_dtype, continuing, jsonl
 from scalerl_jax.run.folder import RunFolder, explain_write_errors
@@ -303,6 +304,11 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
                 save(step)
 
         # ---- 5. The model, whole or not at all ---------------------------------------------------------------------
+        if trainer.lora is not None and trainer.lora.has_files:
+            model, adapter = os.path.abspath(config.sft.model_path), folder.path("adapter")
+            trained = trainer.state["params"]
+            write_adapter(adapter, trained, trainer.lora, model=model, base=trainer.base, replace=True)
+            line.say(f"warm start: wrote {adapter}")
         write_model_folder(
             out,
             params=trainer.policy,

@@ -169,7 +169,7 @@ class Trainer:
         self.shardings = jax.tree.map(lambda struct: struct.sharding, self.abstract_state)
         self.state: State = {}
         self.frozen: Params = {}
-        self._base = ""  # fingerprint of what is frozen
+        self.base = ""  # fingerprint of what is frozen
         self._reference: Params | None = None
         self._snapshots = WeightSnapshots(decoder, mesh, share=layout.delta_share) if layout.delta_share else None
 
@@ -323,7 +323,7 @@ class Trainer:
         self, checkpoints: Checkpoints, step: int, *, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     ) -> None:
         """The state as checkpoint `step`; see Checkpoints.save. Of frozen parameters it has the fingerprint alone."""
-        manifest = {**manifest, **({BASE: self._base} if self.lora else {})}
+        manifest = {**manifest, **({BASE: self.base} if self.lora else {})}
         checkpoints.save(step, self.state, manifest=manifest, arrays=arrays)
 
     def restore(self, checkpoints: Checkpoints, begin: Callable[[Any], Params]) -> Checkpoint | None:
@@ -335,10 +335,10 @@ class Trainer:
         found, started = checkpoints.restore(self.abstract_state), None
         if self.lora is not None:
             self.frozen = begin(self.sync_dtype)
-            self._base = fingerprint(self.frozen)
+            self.base = fingerprint(self.frozen)
             if found is None or self.layout.reference:
-                started = self.lora.start(self.mesh, base=self._base)
-            if found is not None and found.manifest.get(BASE) != self._base:
+                started = self.lora.start(self.mesh, base=self.base)
+            if found is not None and found.manifest.get(BASE) != self.base:
                 raise ValueError(OTHER_BASE.format("the checkpoint's adapter"))
         if found is not None:
             self.state = found.state

@@ -114,6 +114,11 @@ class Lora:
                 raise ValueError(f"config.lora.rank={rank}: {module(own[leaf])} has a dimension of {least}")
         return cls(decoder, rank, alpha, leaves, folder, seed)
 
+    @property
+    def has_files(self) -> bool:
+        """Whether PEFT's files can hold it: experts that lie in one tensor with others have no form there."""
+        return not any(row.columns for row in self._rows())
+
     def adapter(self, mesh: Mesh | None) -> Tree:
         """The trained tree, as ShapeDtypeStructs with shardings: {"layers": {leaf: {"a", "b"}}, "head": ...}."""
         size, tree = sizes(self.decoder), {"layers": {}}
@@ -227,13 +232,15 @@ def _places(lora: Lora) -> Iterator[tuple[str, WeightRow, str, tuple[int, ...], 
                 yield f"{of}.lora_B.weight", row, "b", place, row.side == -1
 
 
-def write_adapter(out: str, adapter: Mapping[str, Any], lora: Lora, *, model: str, base: str) -> None:
+def write_adapter(
+    out: str, adapter: Mapping[str, Any], lora: Lora, *, model: str, base: str, replace: bool = False
+) -> None:
     """Makes the folder `out`, whole or not at all, which PEFT loads.
 
     model: the folder of the frozen policy. base: fingerprint of its parameters.
-    Raises ValueError where `out` exists, and of experts that lie in one tensor with others.
+    Raises ValueError where `out` exists (and is not to be replaced), and of experts that lie in one tensor with others.
     """
-    if os.path.exists(out):
+    if os.path.exists(out) and not replace:
         raise ValueError(f"{out}: exists already")
     tensors = {}
     for name, row, part, place, turned in _places(lora):
@@ -245,7 +252,7 @@ def write_adapter(out: str, adapter: Mapping[str, Any], lora: Lora, *, model: st
         "base_model_name_or_path": model, "inference_mode": True, "init_lora_weights": True,
         "target_modules": sorted({module(own[leaf]).rpartition(".")[2] for leaf in lora.leaves}),
     }  # fmt: skip
-    with files.whole_folder(os.path.abspath(out)) as folder:
+    with files.whole_folder(os.path.abspath(out), replace=replace) as folder:
         save_file(tensors, os.path.join(folder, _WEIGHTS), metadata={"format": "pt", BASE: base})
         with open(os.path.join(folder, _CONFIG), "w") as file:
             file.write(json.dumps(config, indent=2) + "\n")

@@ -144,8 +144,8 @@ def load(config: Config, servers: str) -> Setup:
             f"config.learner.seq_len={config.learner.seq_len}: a prompt and its completion may have "
             f"{maximum_tokens} tokens (longest prompt, thinking and answer budgets, interruption phrase)"
         )
-    if config.lora.rank:
-        lora_of(config, decoder)
+    if (lora := lora_of(config, decoder)) is not None:
+        lora.start()  # what is wrong with its folder
         if config.optimizer.learning_rate < LOW_RATE:
             remarks.append(
                 f"config.optimizer.learning_rate={config.optimizer.learning_rate:g}: an adapter (config.lora) wants "

@@ -13,8 +13,11 @@ from scalerl_jax.config import Config
 from scalerl_jax.config_check import ConfigError
 from scalerl_jax.environments import arithmetic
 from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
+from scalerl_jax.learner.digests import fingerprint
 from scalerl_jax.learner.packing import pack
 from scalerl_jax.model import forward, load_hf, logits
+from scalerl_jax.model.hf import to_hf
+from scalerl_jax.model.lora import Lora, read_adapter
 from scalerl_jax.traces import built_in, example, files
 from tests.support.processes import run_command
 from tests.train.killed_warm_start import kill_at_a_checkpoint
@@ -244,12 +247,14 @@ def test_killed_and_started_again_it_ends_with_the_same_weights(finished, config
 
 
 @pytest.mark.slow
-def test_traces_of_a_file_are_learnt_also_from_a_given_model(config, finished, tmp_path):
+@pytest.mark.parametrize("rank", [0, 8])
+def test_traces_of_a_file_are_learnt_also_from_a_given_model(config, finished, tmp_path, rank):
     answers = {"capital of France?": "Paris", "two and two?": "4", "colour of snow?": "white"}
     rows = [{"prompt": p, "completion": f"<think>known</think>{a}"} for p, a in answers.items()]
     config.sft.traces = write_rows(tmp_path / "traces.jsonl", rows)
     config.sft.model_path = str(finished / "model")
     config.sft.max_steps, config.sft.learning_rate = 80, 1e-2
+    config.lora.rank = rank
     sft.main(config, str(tmp_path / "work"))
     tokenizer = Tokenizer(str(tmp_path / "work" / "model"))
     decoder, params = load_hf(str(tmp_path / "work" / "model"))
@@ -259,6 +264,14 @@ def test_traces_of_a_file_are_learnt_also_from_a_given_model(config, finished, t
         hidden = forward(params, decoder, ids, np.arange(ids.shape[1])[None], np.ones_like(ids))
         best = np.asarray(logits(params, decoder, hidden)).argmax(-1)[0]
         assert best[len(prompt) - 1 : -1].tolist() == ids[0, len(prompt) :].tolist()
+    if rank:  # the adapter lies beside the model, which is what it makes of the one before
+        frozen = load_hf(config.sft.model_path, dtype=config.model.sync_dtype)[1]
+        lora = Lora.of(decoder, rank=rank, alpha=config.lora.alpha, targets="all-linear", folder="", seed=0)
+        merged = lora.join(read_adapter(str(tmp_path / "work" / "adapter"), lora, base=fingerprint(frozen)), frozen)
+        wanted = to_hf(params, decoder, config.model.sync_dtype)
+        for name, value in to_hf(merged, decoder, config.model.sync_dtype).items():
+            np.testing.assert_array_equal(value, wanted[name])
+    assert (tmp_path / "work" / "adapter").exists() == bool(rank)
 
 
 # ---- What the user got wrong ---------------------------------------------------------------------------------------
