@@ -43,9 +43,9 @@ def test_the_update(platform):
     carry = (trainer._zeros(params), {name: jnp.float32(0) for name in program.sums})
     copies = WeightSnapshots(DECODER, trainer.mesh, share=1 / 16)
     for name, function, arguments in (
-        ("accumulate", program.run, (params, carry, batch, trainer._numbers(numbers_of(objective)))),
+        ("accumulate", program.run, (params, {}, carry, batch, trainer._numbers(numbers_of(objective)))),
         ("apply", trainer._apply, (trainer.state, carry[0], trainer._numbers(adamw_numbers(optimizer, 1.0)))),
-        ("score", trainer._score, (params, batch)),
+        ("score", trainer._score, (params, {}, batch)),
         ("compare", copies._compare, (params, copies._nothing())),
     ):
         assert foreign(lowered(function, platform, *arguments)) == set(), name

@@ -19,7 +19,7 @@ import numpy as np
 
 from launch.machines import parse
 from rollout_server.engines.jax import decode
-from rollout_server.engines.jax.engine import _score
+from rollout_server.engines.jax.engine import _hidden, _score
 from rollout_server.engines.jax.weights import abstract_weights, decode_precision
 from scalerl_jax.learner.trainer import Layout
 from scalerl_jax.learner.weight_snapshots import WeightSnapshots
@@ -126,6 +126,8 @@ def of_engine(device: jax.Device) -> Iterator[tuple[str, dict[str, Any]]]:
             *jax.eval_shape(functools.partial(decode.prefill, **both), weights, tokens)[:2],
         )
     )
+    hidden = there(jax.eval_shape(functools.partial(_hidden, **both), weights, tokens))[0]
+    ids = jax.ShapeDtypeStruct((len(hidden), 1), jnp.int32, sharding=on)
     chunk = functools.partial(decode.decode_chunk.lower, weights, state, **both, steps=4, maximum=CACHE)
     lowered: dict[str, Callable[[], Any]] = {
         "prefill": lambda: decode.prefill.lower(weights, tokens, **both),
@@ -134,7 +136,8 @@ def of_engine(device: jax.Device) -> Iterator[tuple[str, dict[str, Any]]]:
         "decode": lambda: chunk(width=SLOTS),
         "decode, half of the slots": lambda: chunk(width=SLOTS // 2),
         "decode, filtered": lambda: chunk(width=SLOTS, filtered=True),
-        "score": lambda: _score.lower(weights, tokens, **both),
+        "hidden": lambda: _hidden.lower(weights, tokens, **both),
+        "score": lambda: _score.lower(weights, hidden, ids, **both, top_k=8),
     }
     of_all = {
         "caches": len(state.keys) + len(state.values),

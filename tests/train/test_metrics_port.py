@@ -46,6 +46,7 @@ def test_a_run_tells_its_steps_its_fleet_and_its_costs(tmp_path, flags, start) -
         if isinstance(row.get(column), int | float):
             assert found[(f"scalerl_trainer_{name}",)] == pytest.approx(row[column]), column
     seconds = {key[1:]: value for key, value in found.items() if key[0] == "scalerl_trainer_device_seconds_total"}
+    assert seconds.pop(("teacher", "up")) == 0  # there is none
     assert len(seconds) == len(ROLES) * len(STATES)
     assert seconds["trainer", "stalled"] > 0  # every third step is saved
     for (role, state), value in seconds.items():
