@@ -119,7 +119,10 @@ def test_a_killed_first_host_ends_all_and_the_same_command_goes_on(tmp_path, hos
     check_rows(run.first, config_of([*flags, f"--config.max_steps={newest + 2}"]))
 
 
-@pytest.mark.parametrize("trained", [("--config.optimizer.learning_rate=1e-5",), ("--config.lora.rank=2",)])
+@pytest.mark.parametrize(
+    "trained",
+    [("--config.optimizer.learning_rate=1e-5",), pytest.param(("--config.lora.rank=2",), marks=pytest.mark.long)],
+)
 def test_every_host_sends_its_part_of_each_delta(tmp_path, hosts, flags, model, rollouts, trained):  # noqa: F811
     """On a bfloat16 wire, all parameters or an adapter; the servers check the digests of every tensor."""
     flags = [
