@@ -22,6 +22,7 @@ DECODER = toy_decoder()
 LENGTH, WEIGHT, VOCABULARY = 48, 0.7, toy_decoder().vocab_size
 
 pytestmark = pytest.mark.slow
+FORMS = [pytest.param(form, marks=[pytest.mark.long] * (form != "student_topk")) for form in DIVERGENCES]
 
 
 @functools.cache
@@ -61,7 +62,7 @@ def over_the_vocabulary(form: str, given: list[Segment]) -> Any:
     return jax.jit(jax.value_and_grad(loss))(params_of(DECODER))
 
 
-@pytest.mark.parametrize("form", DIVERGENCES)
+@pytest.mark.parametrize("form", FORMS)
 def test_with_all_ids_it_is_the_divergence_over_the_vocabulary(form: str) -> None:
     given = taught(VOCABULARY, advantages=0.0)
     pending = started(VOCABULARY, distill=form, distill_weight=WEIGHT).forward_backward(given)
@@ -73,7 +74,7 @@ def test_with_all_ids_it_is_the_divergence_over_the_vocabulary(form: str) -> Non
     assert pending.sums["teacher_tail"] == 0
 
 
-@pytest.mark.parametrize("form", ["topk_forward", pytest.param("student_topk", marks=pytest.mark.long)])
+@pytest.mark.parametrize("form", FORMS)
 def test_packing_and_micro_batches_have_no_part(form: str) -> None:
     """Nor has a segment without a teacher, beside what it is without the others'."""
     given = taught(5)

@@ -247,7 +247,7 @@ def test_killed_and_started_again_it_ends_with_the_same_weights(finished, config
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize("rank", [0, pytest.param(8, marks=pytest.mark.long)])
 def test_traces_of_a_file_are_learnt_also_from_a_given_model(config, finished, tmp_path, rank):
     answers = {"capital of France?": "Paris", "two and two?": "4", "colour of snow?": "white"}
     rows = [{"prompt": p, "completion": f"<think>known</think>{a}"} for p, a in answers.items()]
