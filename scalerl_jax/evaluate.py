@@ -144,10 +144,8 @@ def checkpoint_weights(config: Config, workdir: str, step: int) -> dict[str, np.
     from scalerl_jax.learner.checkpoint import read_step
     from scalerl_jax.learner.make_trainer import policy_of
 
-    checkpoint, decoder = (
-        read_step(os.path.join(workdir, "checkpoints"), "params", step),
-        read_config(config.model.path),
-    )
+    checkpoint = read_step(os.path.join(workdir, "checkpoints"), "params", step)
+    decoder = read_config(config.model.path)
     weights = to_hf(policy_of(checkpoint, config, decoder), decoder, dtype_of(config))
     return {name: np.asarray(value) for name, value in weights.items()}
 

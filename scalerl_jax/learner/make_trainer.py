@@ -12,7 +12,7 @@ from scalerl_jax.model.decoder import Params, Precision
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.head import chunk_of
 from scalerl_jax.model.hf import load_hf
-from scalerl_jax.model.lora import BASE, OTHER_BASE, Lora
+from scalerl_jax.model.lora import BASE, Lora, check_base
 from scalerl_jax.model.sharding import MESH_AXES, make_mesh, row_shards
 from scalerl_jax.objective.losses import DIVERGENCES
 
@@ -86,6 +86,5 @@ def policy_of(checkpoint: Checkpoint, config: Config, decoder: DecoderConfig, *,
     if lora is None:
         return params
     frozen = load_hf(model or config.model.path, dtype=config.model.sync_dtype)[1]
-    if fingerprint(frozen) != checkpoint.manifest[BASE]:
-        raise ValueError(OTHER_BASE.format("the checkpoint's adapter"))
+    check_base("the checkpoint's adapter", checkpoint.manifest[BASE], fingerprint(frozen))
     return lora.join(params, frozen)

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 
 from scalerl_jax.learner.trainer import Trainer
+from scalerl_jax.model.lora import starts_frozen
 from scalerl_jax.model.remat import FULL, REMATS
 from scalerl_jax.system import memory
 
@@ -83,8 +84,7 @@ def needs_of(trainer: Trainer) -> Needs:
         temporaries=memory.working_bytes(batch),
         ending=memory.working_bytes(end),
         version=_on_host(state) + _on_host(policy),
-        # A new adapter adds nothing: what is frozen is the reference.
-        reference=sent if trainer.layout.reference and not (trainer.lora and not trainer.lora.folder) else 0,
+        reference=sent if trainer.layout.reference and not starts_frozen(trainer.lora) else 0,
     )
 
 

@@ -45,7 +45,7 @@ from scalerl_jax.model.decoder import Params, Precision, abstract_params, forwar
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.head import token_logprobs
 from scalerl_jax.model.hf import to_hf
-from scalerl_jax.model.lora import BASE, OTHER_BASE, Lora, in_dtype
+from scalerl_jax.model.lora import BASE, Lora, check_base, in_dtype, starts_frozen
 from scalerl_jax.model.sharding import ROWS, row_shards
 from scalerl_jax.objective.losses import DIVERGENCES, Compared, Form, form_of, numbers_of, policy_loss
 
@@ -338,16 +338,14 @@ class Trainer:
             self.base = fingerprint(self.frozen)
             if found is None or self.layout.reference:
                 started = self.lora.start(self.mesh, base=self.base)
-            if found is not None and found.manifest.get(BASE) != self.base:
-                raise ValueError(OTHER_BASE.format("the checkpoint's adapter"))
+            if found is not None:
+                check_base("the checkpoint's adapter", found.manifest.get(BASE), self.base)
         if found is not None:
             self.state = found.state
         else:
             self.start(begin(jnp.float32) if started is None else started, self.frozen)
         if self.layout.reference:
-            self.keep_reference(
-                self.frozen if self.lora and not self.lora.folder else self._policy_at_start(begin, started)
-            )
+            self.keep_reference(self.frozen if starts_frozen(self.lora) else self._policy_at_start(begin, started))
         return found
 
     def _policy_at_start(self, begin: Callable[[Any], Params], adapter: Params | None) -> Params:

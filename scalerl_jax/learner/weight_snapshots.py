@@ -92,7 +92,7 @@ class WeightSnapshots:
                 spec = abstract[leaf].sharding.spec
                 local = functools.partial(_compare, row=own[leaf], shape=new.shape, spec=spec, share=share)
                 if isinstance(new, LowRank):
-                    new = new.stacked(jnp.bfloat16) if own[leaf].layered else new.merged()
+                    new = new.astype(jnp.bfloat16)
                 outputs = {"bits": spec, "digest": _CUTS, "count": _CUTS, "places": _CUTS, "values": _CUTS}
                 mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec), out_specs=outputs, check_vma=False)
                 out[leaf] = mapped(new, sent[leaf])

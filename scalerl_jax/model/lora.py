@@ -37,7 +37,6 @@ ALL_LINEAR = "all-linear"  # every matrix of the layers but routers
 TABLES = ("embed", "head")
 
 BASE = "frozen_parameters"  # their fingerprint, in a checkpoint's manifest and an adapter's file
-OTHER_BASE = "{} is of another policy than config.model.path"
 
 Tree = dict[str, Any]  # like a parameter tree
 
@@ -68,8 +67,10 @@ class LowRank:
         """merged()[index] of a table [m, n]."""
         return self._add(self.base[index], self.left[index])
 
-    def stacked(self, dtype: Any) -> jax.Array:
-        """merged(), of a stack of weights, rounded to the dtype one after another."""
+    def astype(self, dtype: Any) -> jax.Array:
+        """merged(), rounded to the dtype; of a stack of weights one after another."""
+        if self.base.ndim == 2:
+            return self.merged().astype(dtype)
         return jax.lax.map(lambda one: one.merged().astype(dtype), self)
 
     def _add(self, base: jax.Array, left: jax.Array) -> jax.Array:
@@ -85,12 +86,20 @@ def merged(weight: Any) -> Any:
 
 def in_dtype(policy: Mapping[str, Any], dtype: Any) -> Tree:
     """The policy with every weight merged, rounded to the dtype."""
+    return jax.tree.map(
+        lambda weight: weight.astype(dtype), dict(policy), is_leaf=lambda node: isinstance(node, LowRank)
+    )
 
-    def one(weight: Any) -> jax.Array:
-        return weight.stacked(dtype) if isinstance(weight, LowRank) else weight.astype(dtype)
 
-    outside = {leaf: merged(weight).astype(dtype) for leaf, weight in policy.items() if leaf != "layers"}
-    return {**outside, "layers": {leaf: one(weight) for leaf, weight in policy["layers"].items()}}
+def check_base(what: str, found: str | None, base: str) -> None:
+    """Raises ValueError where an adapter is not of the frozen parameters with the fingerprint `base`."""
+    if found != base:
+        raise ValueError(f"{what} is of another policy than config.model.path")
+
+
+def starts_frozen(lora: "Lora | None") -> bool:
+    """Whether the policy that a run begins with is the frozen one, so that it need not be kept a second time."""
+    return lora is not None and not lora.folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +268,7 @@ def write_adapter(
 
 
 def read_adapter(path: str, lora: Lora, mesh: Mesh | None = None, *, base: str = "") -> Tree:
-    """The adapter in a folder, float32, laid out as Lora.adapter.
+    """The adapter in a folder, float32, laid out as Lora.adapter; without a mesh on the host.
 
     base: fingerprint of the frozen parameters, compared where the file has one. Raises ValueError, one line, where it
     is missing or broken, of another form than config.lora says, or of another policy.
@@ -272,8 +281,8 @@ def read_adapter(path: str, lora: Lora, mesh: Mesh | None = None, *, base: str =
             of = (file.metadata() or {}).get(BASE, base)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"config.lora.adapter={path}: {getattr(error, 'strerror', None) or error}") from error
-    if base and of != base:
-        raise ValueError(OTHER_BASE.format(f"config.lora.adapter={path}"))
+    if base:
+        check_base(f"config.lora.adapter={path}", of, base)
     for key, wanted in {**_ONLY, "r": lora.rank, "lora_alpha": lora.alpha}.items():
         if (found := config.get(key, wanted)) != wanted and (found or wanted):
             asked = {"r": "config.lora.rank", "lora_alpha": "config.lora.alpha"}.get(key)
@@ -292,7 +301,7 @@ def read_adapter(path: str, lora: Lora, mesh: Mesh | None = None, *, base: str =
     if tensors:
         raise ValueError(f"config.lora.targets: {weights} has {min(tensors)} too")
     if mesh is None:
-        return jax.tree.map(jnp.asarray, out)
+        return out
     return jax.tree.map(
         lambda struct, value: jax.make_array_from_callback(struct.shape, struct.sharding, value.__getitem__), like, out
     )

@@ -32,6 +32,7 @@ from scalerl_jax.model.decoder import abstract_params
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.experts import LARGE_BLOCK, rows_of_block
 from scalerl_jax.model.head import chunk_of
+from scalerl_jax.model.lora import starts_frozen
 from scalerl_jax.model.sharding import MESH_AXES, mesh_sizes
 from scalerl_jax.planning import analytic, compiled, layouts, program_roofline, roofline
 from scalerl_jax.planning.collectives import found_in
@@ -55,7 +56,7 @@ def of(config: Config, decoder: DecoderConfig, devices: int) -> dict[str, int]:
         "optimizer": on_one_device((moments, optimizer_lib.vectors(params))),
         "gradients": trained,
         "weights sent": sent,
-        "reference": sent if config.objective.reference_kl > 0 and not (lora and not lora.folder) else 0,
+        "reference": sent if config.objective.reference_kl > 0 and not starts_frozen(lora) else 0,
     }
 
 

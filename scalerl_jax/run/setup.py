@@ -16,6 +16,7 @@ from scalerl_jax.environments.load import digest
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.learner.make_trainer import lora_of
 from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_config
+from scalerl_jax.model.lora import read_adapter
 from scalerl_jax.model.safetensors_folder import Tensors
 from scalerl_jax.rollouts import candidates
 from scalerl_jax.rollouts import teachers as teachers_lib
@@ -145,7 +146,8 @@ def load(config: Config, servers: str) -> Setup:
             f"{maximum_tokens} tokens (longest prompt, thinking and answer budgets, interruption phrase)"
         )
     if (lora := lora_of(config, decoder)) is not None:
-        lora.start()  # what is wrong with its folder
+        if lora.folder:  # what is wrong with it
+            read_adapter(lora.folder, lora)
         if config.optimizer.learning_rate < LOW_RATE:
             remarks.append(
                 f"config.optimizer.learning_rate={config.optimizer.learning_rate:g}: an adapter (config.lora) wants "

@@ -286,9 +286,8 @@ class Vllm:
         prompt = {"prompt_token_ids": request.token_ids.tolist(), "cache_salt": name}
         async for _ in self.engine.generate(prompt, params, name):
             pass
-        scored, top_ids, top = (await self.engine.collective_rpc("scalerl_scored", args=(name,)))[
-            0
-        ]  # all have the same
+        replies = await self.engine.collective_rpc("scalerl_scored", args=(name,))
+        scored, top_ids, top = replies[0]  # all have the same
         logprobs = np.frombuffer(scored, np.float32).reshape(ids.shape)
         top_ids, top = np.frombuffer(top_ids, np.int32).reshape(shape), np.frombuffer(top, np.float32).reshape(shape)
         return Scores(logprobs[:, 0], top_ids, top, logprobs[:, 1:])
