@@ -1,9 +1,10 @@
 """What test_mesh.py compares: one batch on meshes of 8 virtual CPU devices, and on one. Writes OUT.npz and OUT.json.
 
-    python -m tests.learner.mesh_program OUT
+    python -m tests.learner.mesh_program OUT [others]
 
 A process of its own, because the number of virtual devices is fixed when JAX starts. Each mesh compiles the update
-once; micro-batches and packing orders are made by giving `pack` the segments in parts.
+once; micro-batches and packing orders are made by giving `pack` the segments in parts. `others`: only the gradients of
+losses that have more than log-probs: a reference policy, the entropy, a teacher.
 """
 
 import functools
@@ -151,10 +152,40 @@ def together_on(trainer: Trainer, batch: MicroBatch, objective: ObjectiveConfig)
     return loss(logp)
 
 
-def main(out: str) -> None:
+def other_losses(segments: list[Segment], results: Results) -> None:
+    # A KL to a policy that is kept, and the entropy's gradient.
+    for name in ("one", "fsdp2-context2-tensor2"):
+        trainer = make_trainer(name, reference_kl=0.3, entropy_bonus=0.2)
+        reference = jax.tree.map(lambda p: p * np.float32(1.1), params())
+        trainer.keep_reference(jax.device_put(reference, trainer.shardings["params"]))
+        grads, sums, _ = trainer.gradient(arranged(segments, 2, 0))
+        results.tree(f"reference/{name}", grads)
+        results.sums(f"reference/{name}", sums)
+
+    # The tokens that a teacher names, some of which lie on each part of the vocabulary.
+    taught = [with_teacher(one, vocabulary=DECODER.vocab_size, k=TEACHER_K, seed=i) for i, one in enumerate(segments)]
+    for form in DIVERGENCES:
+        for name in ("one", "fsdp2-tensor4", "fsdp2-context2-tensor2"):
+            trainer = make_trainer(name, teacher_k=TEACHER_K, distill=form, distill_weight=3.0)
+            grads, sums, _ = trainer.gradient(arranged(taught, 2, 0, teacher_k=TEACHER_K))
+            results.tree(f"{form}/{name}", grads)
+            results.sums(f"{form}/{name}", sums)
+
+
+def main(out: str, *others: str) -> None:
     assert jax.device_count() == 8
     results = Results()
     segments = make_segments(LENGTHS, vocabulary=DECODER.vocab_size)
+    if others:
+        other_losses(segments, results)
+    else:
+        every_mesh(out, segments, results)
+    np.savez(f"{out}.npz", **results.arrays)
+    with open(f"{out}.json", "w") as file:
+        json.dump(results.facts, file)
+
+
+def every_mesh(out: str, segments: list[Segment], results: Results) -> None:
     following = make_segments(LENGTHS, vocabulary=DECODER.vocab_size, seed=1)
 
     trainers = {name: float32_on(name, segments, results) for name in MESHES}
@@ -191,35 +222,13 @@ def main(out: str) -> None:
         for what, objective in TOGETHER.items():
             results.tree(f"{what}/{name}", together_on(trainers[name], arranged(segments, 1, 0)[0], objective))
 
-    # A KL to a policy that is kept, and the entropy's gradient.
-    for name in ("one", "fsdp2-context2-tensor2"):
-        trainer = make_trainer(name, reference_kl=0.3, entropy_bonus=0.2)
-        reference = jax.tree.map(lambda p: p * np.float32(1.1), params())
-        trainer.keep_reference(jax.device_put(reference, trainer.shardings["params"]))
-        grads, sums, _ = trainer.gradient(arranged(segments, 2, 0))
-        results.tree(f"reference/{name}", grads)
-        results.sums(f"reference/{name}", sums)
-
-    # The tokens that a teacher names, some of which lie on each part of the vocabulary.
-    taught = [with_teacher(one, vocabulary=DECODER.vocab_size, k=TEACHER_K, seed=i) for i, one in enumerate(segments)]
-    for form in DIVERGENCES:
-        for name in ("one", "fsdp2-tensor4", "fsdp2-context2-tensor2"):
-            trainer = make_trainer(name, teacher_k=TEACHER_K, distill=form, distill_weight=3.0)
-            grads, sums, _ = trainer.gradient(arranged(taught, 2, 0, teacher_k=TEACHER_K))
-            results.tree(f"{form}/{name}", grads)
-            results.sums(f"{form}/{name}", sums)
-
     for name in ("one", "fsdp8", "fsdp4-tensor2"):
         trainer = make_trainer(name, compute="bfloat16")
         for micro_batches in (1, 4):
             grads, _, _ = trainer.gradient(arranged(segments, micro_batches, 0))
             results.tree(f"bfloat16/{name}/{micro_batches}", grads)
 
-    np.savez(f"{out}.npz", **results.arrays)
-    with open(f"{out}.json", "w") as file:
-        json.dump(results.facts, file)
-
 
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = on_devices(8)  # read when the devices are first asked for
-    main(sys.argv[1])
+    main(*sys.argv[1:])

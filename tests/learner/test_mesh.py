@@ -1,6 +1,7 @@
 """The same batch gives the same gradient on every mesh, however it is cut and packed; and the state is really cut.
 
-One subprocess with 8 virtual CPU devices computes everything (mesh_program.py); the tests compare what it wrote.
+A subprocess with 8 virtual CPU devices computes everything (mesh_program.py), and another one what the slow tests
+compare.
 """
 
 import json
@@ -25,8 +26,18 @@ BFLOAT16_TOLERANCE = {"one": 1e-5, "fsdp8": 1e-5, "fsdp4-tensor2": 4e-2}
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """(arrays by name, facts by name)"""
-    out = str(tmp_path_factory.mktemp("mesh") / "out")
-    done = run_command("tests.learner.mesh_program", out, environment={**os.environ, "JAX_PLATFORMS": "cpu"})
+    return run(str(tmp_path_factory.mktemp("mesh") / "out"))
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """Likewise, of the losses that have more than log-probs."""
+    return run(str(tmp_path_factory.mktemp("mesh") / "out"), "others")
+
+
+def run(out: str, *others: str):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = run_command("tests.learner.mesh_program", out, *others, environment=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     with open(f"{out}.json") as file:
         return dict(np.load(f"{out}.npz")), json.load(file)
@@ -104,20 +115,22 @@ def test_what_tokens_of_a_completion_share_is_the_same(results, what, mesh):
         np.testing.assert_allclose(got[path], wanted[path], rtol=1e-5, atol=1e-7)
 
 
-def test_a_reference_policy_and_the_entropy_are_the_same(results):
+@pytest.mark.slow
+def test_a_reference_policy_and_the_entropy_are_the_same(others):
     mesh = "fsdp2-context2-tensor2"
-    compare(tree(results, f"reference/{mesh}"), tree(results, "reference/one"), FLOAT32_TOLERANCE)
-    got, wanted = (results[1][f"reference/{name}"] for name in (mesh, "one"))
+    compare(tree(others, f"reference/{mesh}"), tree(others, "reference/one"), FLOAT32_TOLERANCE)
+    got, wanted = (others[1][f"reference/{name}"] for name in (mesh, "one"))
     assert wanted["reference_kl"] > 1
     for name, value in wanted.items():
         assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp2-tensor4", "fsdp2-context2-tensor2"])
 @pytest.mark.parametrize("form", DIVERGENCES)
-def test_the_divergence_from_a_teacher_is_the_same(results, form, mesh):
-    compare(tree(results, f"{form}/{mesh}"), tree(results, f"{form}/one"), FLOAT32_TOLERANCE)
-    got, wanted = (results[1][f"{form}/{name}"] for name in (mesh, "one"))
+def test_the_divergence_from_a_teacher_is_the_same(others, form, mesh):
+    compare(tree(others, f"{form}/{mesh}"), tree(others, f"{form}/one"), FLOAT32_TOLERANCE)
+    got, wanted = (others[1][f"{form}/{name}"] for name in (mesh, "one"))
     assert wanted["compared"] > 100 and wanted["teacher_divergence"] > 1
     for name, value in wanted.items():
         assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name

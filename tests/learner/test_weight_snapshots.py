@@ -14,11 +14,23 @@ from tests.learner.wire_program import DECODER, MESHES, VERSIONS, versions
 from tests.support.params import from_hf
 from tests.support.processes import run_command
 
+QUICK = ("one", "fsdp4-tensor2")
+REST = tuple(name for name in MESHES if name not in QUICK)
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, np.ndarray]:
+    return run(tmp_path_factory, *QUICK)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> dict[str, np.ndarray]:
+    return run(tmp_path_factory, *REST)
+
+
+def run(tmp_path_factory, *meshes: str) -> dict[str, np.ndarray]:
     out = tmp_path_factory.mktemp("wire") / "results"
-    run_command("tests.learner.wire_program", out).check_returncode()
+    run_command("tests.learner.wire_program", out, *meshes).check_returncode()
     with np.load(f"{out}.npz") as file:
         return {name: file[name] for name in file.files}
 
@@ -54,8 +66,18 @@ def _leaf(tree, name: str) -> np.ndarray:
     return numbers[start : start + int(np.prod(shape))].reshape(shape)
 
 
-@pytest.mark.parametrize("mesh", sorted(MESHES))
+@pytest.mark.parametrize("mesh", QUICK)
 def test_what_changed_is_what_numpy_finds(results, mesh: str) -> None:
+    check(results, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", REST)
+def test_what_changed_on_other_meshes(others, mesh: str) -> None:
+    check(others, mesh)
+
+
+def check(results: dict[str, np.ndarray], mesh: str) -> None:
     sparse = dense = changed = 0
     before = None
     for step, tensors in enumerate(plain(), start=7):

@@ -1,6 +1,6 @@
 """What test_weight_snapshots.py compares: versions taken on meshes of 8 virtual CPU devices. Writes OUT.npz.
 
-    python -m tests.learner.wire_program OUT
+    python -m tests.learner.wire_program OUT MESH...
 
 A process of its own, because the number of virtual devices is fixed when JAX starts.
 """
@@ -61,10 +61,11 @@ def random_floats(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarra
     return np.where(rng.random(shape) < 0.5, rng.choice(SPECIAL, shape), bits & 0xBFFFFFFF).view(np.float32)
 
 
-def main(out: str) -> None:
+def main(out: str, *meshes: str) -> None:
     assert jax.device_count() == 8
     arrays: dict[str, np.ndarray] = {}
-    for mesh_name, axes in MESHES.items():
+    for mesh_name in meshes:
+        axes = MESHES[mesh_name]
         mesh = make_mesh(**axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
         copies, shardings = WeightSnapshots(DECODER, mesh, share=SHARE), param_shardings(DECODER, mesh)
         taken = [
@@ -93,4 +94,4 @@ def keep(arrays: dict[str, np.ndarray], key: str, delta: WeightDelta) -> None:
 
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = on_devices(8)  # read when the devices are first asked for
-    main(sys.argv[1])
+    main(*sys.argv[1:])
