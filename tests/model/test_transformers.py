@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scalerl_jax.model import DecoderConfig, forward, load_hf, logits, token_logprobs
-from tests.support.families import CASES, MARKED, decoder
+from tests.support.families import CASES, QUICK, decoder
 from tests.support.params import from_hf, packed
 
 torch = pytest.importorskip("torch")
@@ -65,7 +65,7 @@ def test_the_config_that_transformers_writes_is_ours(case: str, folder: pathlib.
     assert config.canonical_json() == decoder(case).canonical_json()
 
 
-@pytest.mark.parametrize("case", MARKED)
+@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_packed_rows_have_the_logits_and_gradients_of_separate_sequences(case: str, folder: pathlib.Path) -> None:
     model, config, params = loaded(case, folder)
     tokens, positions, segment_ids = rows(config)

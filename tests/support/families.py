@@ -7,8 +7,6 @@ token with one, some and all of the experts.
 
 from typing import Any
 
-import pytest
-
 from scalerl_jax.model.decoder_config import DecoderConfig
 from tests.support.models import toy_decoder
 
@@ -46,9 +44,8 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = dict.fromkeys(("llama", "qwen2", 
     "qwen3_moe": {name: {**dense, **own} for dense, (name, own) in zip(_DENSE.values(), _EXPERTS.items(), strict=True)},
 }
 CASES = [f"{family}-{shape}" for family, shapes in SHAPES.items() for shape in shapes]
-# For tests that compile much: one shape of each family, and every shape of a dense one, is quick.
-_QUICK = {f"{family}-{list(shapes)[i % 3]}" for i, (family, shapes) in enumerate(SHAPES.items())}
-MARKED = [pytest.param(case, marks=() if case in _QUICK else pytest.mark.slow) for case in CASES]
+# For tests that compile much, whose other cases are slow: one shape of each family, and every shape of a dense one.
+QUICK = [f"{family}-{list(shapes)[i % 3]}" for i, (family, shapes) in enumerate(SHAPES.items())]
 
 
 def decoder(case: str) -> DecoderConfig:

@@ -16,7 +16,7 @@ from rollout_server.engines.jax.weights import abstract_weights, decode_precisio
 from rollout_server.engines.sequence import Counters, Sequence
 from scalerl_jax.model import Precision, forward, token_logprobs
 from tests.rollout_server.jax_reference import ask, reference_logprobs, replay, tiny
-from tests.support.families import MARKED, decoder
+from tests.support.families import CASES, QUICK, decoder
 from tests.support.models import random_tensors
 from tests.support.params import from_hf
 from tests.support.waiting import SECONDS, eventually
@@ -98,7 +98,7 @@ def test_logprobs_equal_the_trainers(kind, tied):
         np.testing.assert_allclose(one.logprobs, reference, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", MARKED)
+@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_every_family_decodes_what_its_forward_pass_computes(case):
     config = decoder(case)
     prompt = np.random.default_rng(1).integers(0, config.vocab_size, 11)
