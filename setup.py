@@ -65,6 +65,7 @@ EXTRAS = {
     "launch": ["pyyaml>=6.0"],  # scalerl-launch beside the base install; [train] has it anyway
     "mcp": MCP,
     "metrics": ["prometheus-client>=0.21"],  # --metrics_port
+    "tinker": [*TRAIN, *GATEWAY],
     "tpu": [*TRAIN, f"jax[tpu]>={JAX}"],
     # scalerl-plan compiles for TPUs that are not there: their compiler, of the release that goes with this jax.
     "plan": [*TRAIN, f"jax[tpu]>={JAX}"],
@@ -122,6 +123,7 @@ setup(
             "scalerl-compare = launch.commands:compare",
             "scalerl-calibrate = launch.commands:calibrate",
             "scalerl-gateway = launch.commands:gateway",
+            "scalerl-tinker = launch.commands:tinker",
             "scalerl-export = launch.commands:export",
             "scalerl-plan = launch.commands:plan",
             "scalerl-launch = launch.commands:launch",

@@ -131,6 +131,11 @@ def gateway() -> None:
     _run("scalerl_jax.gateway.command", define, config=True, default=Config(), check=early_checks.gateway)
 
 
+def tinker() -> None:
+    define = command_flags.tinker
+    _run("scalerl_jax.tinker.command", define, config=True, default=Config(), tuned=True, check=early_checks.gateway)
+
+
 def export() -> None:
     _run("scalerl_jax.export", command_flags.export)
 

@@ -114,8 +114,9 @@ def report() -> None:
         flags.DEFINE_string("out", None, "File (or folder) of the page; one run's own folder where it is left out.")
 
 
-def gateway() -> None:
-    if "journal" not in FLAGS:
+def _http() -> None:
+    """Of a server of HTTP before rollout servers."""
+    if "port_file" not in FLAGS:
         flags.DEFINE_string("model", None, "Hugging Face folder of what the servers sample from.", required=True)
         flags.DEFINE_string(
             "servers", "", "host:port,..., file:PATH or dns:///name:port, as found at the start; none: local ones are "
@@ -127,16 +128,30 @@ def gateway() -> None:
         flags.DEFINE_list(
             "names", [], "By which clients may ask for the model, the first is shown; *: by any. Default: the folder's."
         )
-        flags.DEFINE_string("journal", "", "Folder of the sessions' journals; empty: they are in memory alone.")
         flags.DEFINE_integer("maximum_tokens", 4096, "Of local servers: prompt and completion together.", lower_bound=2)
         flags.DEFINE_float("request_seconds", 600.0, "In which a completion must be sampled.", lower_bound=0.1)
+        flags.DEFINE_string("token_file", "", "File with the key that every call must carry; empty: any key will do.")
+        flags.DEFINE_string("tls_certificate", "", "PEM of the certificate; empty: no TLS.")
+        flags.DEFINE_string("tls_key", "", "PEM of its private key.")
+        flags.DEFINE_bool("insecure", False, "Listen beyond this machine without TLS and a token.")
+        flags.DEFINE_bool("exit_with_parent", False, "Leave at the end of standard input, with the parent process.")
+
+
+def gateway() -> None:
+    _http()
+    if "journal" not in FLAGS:
+        flags.DEFINE_string("journal", "", "Folder of the sessions' journals; empty: they are in memory alone.")
         flags.DEFINE_integer("sessions", 1024, "That may be open at a time.", lower_bound=1)
         flags.DEFINE_integer("turns", 10_000, "Of a session at most.", lower_bound=1)
         flags.DEFINE_integer(
             "session_bytes", 2**30, "Of memory for all sessions: then no new one begins.", lower_bound=1
         )
-        flags.DEFINE_string("token_file", "", "File with the key that every call must carry; empty: any key will do.")
-        flags.DEFINE_string("tls_certificate", "", "PEM of the gateway's certificate; empty: no TLS.")
-        flags.DEFINE_string("tls_key", "", "PEM of its private key.")
-        flags.DEFINE_bool("insecure", False, "Listen beyond this machine without TLS and a token.")
-        flags.DEFINE_bool("exit_with_parent", False, "Leave at the end of standard input, with the parent process.")
+
+
+def tinker() -> None:
+    _http()
+    if "workdir" not in FLAGS:
+        flags.DEFINE_string(
+            "workdir", None, "Folder of all training runs, checkpoints and calls; the same command goes on with it.",
+            required=True,
+        )  # fmt: skip

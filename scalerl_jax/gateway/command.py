@@ -22,6 +22,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 from absl import flags
 
@@ -79,7 +80,12 @@ def main(config: Config, arguments: list[str]) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(entry.user_mistakes(NoServer, StartError, ValueError))
         listening = stack.enter_context(contextlib.closing(listening_socket(FLAGS.host, FLAGS.port)))
-        addresses = stack.enter_context(servers(config, listed))
+        # This process computes nothing, so the servers may have all of the machine's GPUs.
+        share = 1 - 2 * accelerators.SPARE
+        longest = FLAGS.maximum_tokens
+        addresses = stack.enter_context(
+            servers(config, listed, folder=FLAGS.journal, maximum_tokens=longest, share=share)
+        )
         signals.be(signals.HOLD)
         if FLAGS.exit_with_parent:
             signals.request_with_parent()
@@ -136,15 +142,18 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def servers(config: Config, listed: Discovery | None) -> Iterator[tuple[str, ...]]:
-    """The addresses of those that are given, or of local ones, which end with the context."""
+def servers(
+    config: Config, listed: Discovery | None, *, folder: str, maximum_tokens: int, share: float
+) -> Iterator[tuple[str, ...]]:
+    """The addresses of those that are given, or of local ones, which end with the context.
+
+    folder: of what local ones write; empty: a temporary one. share: see StartingServers.
+    """
     if listed is not None:
         yield listed.resolve()
         return
-    # This process computes nothing, so the servers may have all of the machine's GPUs.
-    share = 1 - 2 * accelerators.SPARE
-    with tempfile.TemporaryDirectory(prefix="scalerl-gateway-") as folder:
-        local = StartingServers(config, FLAGS.journal or folder, maximum_tokens=FLAGS.maximum_tokens, share=share)
+    with tempfile.TemporaryDirectory(prefix="scalerl-servers-") as temporary:
+        local = StartingServers(config, folder or temporary, maximum_tokens=maximum_tokens, share=share)
         for line in local.remarks:
             print(line, file=sys.stderr)
         with local:
@@ -159,10 +168,14 @@ async def serve_http(
     folder = os.path.basename(os.path.abspath(FLAGS.model))
     names = (folder, "*") if FLAGS.names == ["*"] else tuple(FLAGS.names) or (folder,)
     options = Options(names, token, FLAGS.request_seconds)
-    app = Gateway(chat, generators, sessions, options).app()
+    await serve_app(listening, Gateway(chat, generators, sessions, options).app(), what=names[0])
+
+
+async def serve_app(listening: socket.socket, app: Any, *, what: str) -> None:
+    """Serves an application there, as the flags say, until a signal."""
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    print(f"serving {names[0]} at http{'s' * bool(FLAGS.tls_certificate)}://{shown}:{port}", flush=True)
+    print(f"serving {what} at http{'s' * bool(FLAGS.tls_certificate)}://{shown}:{port}", flush=True)
     listening.listen(2048)  # whoever reads the port can connect
     if FLAGS.port_file:
         files.write_whole(FLAGS.port_file, f"{port}\n", durable=False)

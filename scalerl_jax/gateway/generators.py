@@ -58,6 +58,14 @@ class Refused(ValueError):
     """What is asked can never be served."""
 
 
+class Full(Exception):
+    """Of one server: its queue is full."""
+
+
+class Lost(Exception):
+    """Of one server: what it was asked is to be asked of another one."""
+
+
 class Sampler(Protocol):
     """Generators, or a run's fleet."""
 
@@ -82,7 +90,7 @@ class Sampler(Protocol):
         """See Generators."""
 
 
-class _Server:
+class Server:
     def __init__(self, address: str, credentials: security.Credentials):
         self.address, self.channel = address, security.connect(address, credentials)
         self.stub = Stub(self.channel)
@@ -116,19 +124,19 @@ class Generators:
     def __init__(
         self, addresses: Sequence[str], *, credentials: security.Credentials, fingerprint: str, vocabulary: int
     ):
-        self._servers = [_Server(address, credentials) for address in addresses]
+        self.servers = [Server(address, credentials) for address in addresses]
         self._fingerprint, self._vocabulary = fingerprint, vocabulary
         self._changed = asyncio.Event()
-        self._last = collections.OrderedDict[str, _Server]()  # that a session's call was sampled on; newest at the end
+        self._last = collections.OrderedDict[str, Server]()  # that a session's call was sampled on; newest at the end
 
     async def run(self) -> None:
         """Until cancelled: asks each server for its status about once a heartbeat."""
         try:
             async with asyncio.TaskGroup() as group:
-                for server in self._servers:
+                for server in self.servers:
                     group.create_task(self._watch(server))
         finally:
-            for server in self._servers:
+            for server in self.servers:
                 await server.channel.close()
 
     async def ready(self, seconds: float) -> None:
@@ -141,13 +149,13 @@ class Generators:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            reasons = [f"{server.address}: {server.refused or 'no answer'}" for server in self._servers]
+            reasons = [f"{server.address}: {server.refused or 'no answer'}" for server in self.servers]
             raise NoServer(f"no server is there within {seconds:.0f} s ({'; '.join(reasons)})") from None
 
     @property
     def there(self) -> list[pb.StatusReply]:
         """The status of each server that is there."""
-        return [server.status for server in self._servers if server.status is not None]
+        return [server.status for server in self.servers if server.status is not None]
 
     def capacity(self, prompt: int) -> int:
         """How many tokens may follow a prompt of so many."""
@@ -186,7 +194,7 @@ class Generators:
                 await self.ready(NO_SERVER_SECONDS)
             except NoServer:
                 break
-            free = [server for server in self._servers if server.status is not None and server.address not in full]
+            free = [server for server in self.servers if server.status is not None and server.address not in full]
             if not free:
                 raise Busy("the queue of every server is full")
             server = min(free, key=lambda server: server.load)
@@ -195,36 +203,52 @@ class Generators:
             asked_of = server.status
             assert asked_of is not None
             asked = dataclasses.replace(request, incarnation=asked_of.version.incarnation)
-            call = server.stub.Generate(request_to_proto(asked))
-            server.calls.add(call)
             try:
-                completion = await self._read(call, asked)
+                completion = await self.ask(server, asked)
+            except Full:
+                full.add(server.address)
+            except Lost as lost:
+                why = str(lost)
+            else:
                 self._remember(request.session, server)
                 return completion, f"{server.address} {asked_of.server_id}"
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise
-                why = f"server {server.address} was lost"  # by `lose`, which cancelled the call alone
-            except ValueError as error:
-                why = f"server {server.address} breaks the contract: {peer_text.printable(error)}"
-                server.lose(why)
-            except grpc.aio.AioRpcError as error:
-                why = f"server {server.address}: {error.code().name}: {peer_text.printable(error.details())}"
-                if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                    raise Refused(peer_text.printable(error.details())) from None
-                if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    full.add(server.address)
-                elif error.code() is grpc.StatusCode.FAILED_PRECONDITION:  # of other weights by now
-                    await self._poll(server)
-                else:
-                    server.lose(why)
-            finally:
-                call.cancel()
-                server.calls.discard(call)
         raise NoServer(why)
 
-    def _remember(self, session: str, server: _Server) -> None:
+    async def ask(self, server: Server, request: GroupRequest) -> Completion:
+        """One completion of this server. Raises Full, Lost or Refused."""
+        call = server.stub.Generate(request_to_proto(request))
+        server.calls.add(call)
+        try:
+            return await self._read(call, request)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise Lost(f"server {server.address} was lost") from None  # by `lose`, which cancelled the call alone
+        except ValueError as error:
+            why = f"server {server.address} breaks the contract: {peer_text.printable(error)}"
+            server.lose(why)
+            raise Lost(why) from None
+        except grpc.aio.AioRpcError as error:
+            raise await self.fault(server, error) from None
+        finally:
+            call.cancel()
+            server.calls.discard(call)
+
+    async def fault(self, server: Server, error: grpc.aio.AioRpcError) -> Exception:
+        """What a call that failed comes to."""
+        why = f"server {server.address}: {error.code().name}: {peer_text.printable(error.details())}"
+        if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+            return Refused(peer_text.printable(error.details()))
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return Full(why)
+        if error.code() is grpc.StatusCode.FAILED_PRECONDITION:  # of other weights by now
+            await self._poll(server)
+        else:
+            server.lose(why)
+        return Lost(why)
+
+    def _remember(self, session: str, server: Server) -> None:
         if session:
             self._last.pop(session, None)
             self._last[session] = server
@@ -243,12 +267,12 @@ class Generators:
             return completion
         raise ValueError("it answers without a completion")
 
-    async def _watch(self, server: _Server) -> None:
+    async def _watch(self, server: Server) -> None:
         while True:
             await self._poll(server)
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    async def _poll(self, server: _Server) -> None:
+    async def _poll(self, server: Server) -> None:
         try:
             status = await server.stub.Status(pb.StatusRequest(), timeout=SILENT_SECONDS)
         except grpc.aio.AioRpcError as error:

@@ -59,13 +59,22 @@ def bad(message: str, param: str | None = None) -> ApiError:
 
 async def body_of(request: Request, *, empty: bool = False) -> dict[str, Any]:
     """The request's JSON object. Raises ApiError. empty: there may be none."""
+    data = await read_body(request)
+    return {} if empty and not data else object_of(data)
+
+
+async def read_body(request: Request) -> bytes:
+    """Raises ApiError."""
     data = bytearray()
     async for part in request.stream():
         data += part
         if len(data) > MOST_BODY_BYTES:
             raise ApiError(413, f"the body is longer than {MOST_BODY_BYTES} bytes", headers={"connection": "close"})
-    if not data and empty:
-        return {}
+    return bytes(data)
+
+
+def object_of(data: bytes) -> dict[str, Any]:
+    """A JSON object. Raises ApiError."""
     try:
         body = json.loads(data, parse_constant=_no_number)
         if _SURROGATE.search(data):

@@ -407,14 +407,14 @@ def test_a_session_stays_where_its_turns_are(chat: Chat, model: pathlib.Path, tm
             await generators.generate(
                 prompt, name=name, index=0, seed=1, sampling=sampling, seconds=60, session=session
             )
-            for server in generators._servers:
+            for server in generators.servers:
                 status = await server.stub.Status(pb.StatusRequest())
                 before, sampled[server.address] = sampled[server.address], status.sampled_tokens
                 if status.sampled_tokens > before:
                     return server.address
             raise AssertionError("no server was asked")
 
-        first, second = generators._servers
+        first, second = generators.servers
         assert await ask("a") == first.address
         first.calls.add(watching)  # one of eight slots: it is no longer the least busy
         assert [await ask("a"), await ask("b"), await ask("b"), await ask("")] == [

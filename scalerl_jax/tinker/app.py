@@ -1,0 +1,584 @@
+"""The HTTP routes of Tinker's public client, as a Starlette application.
+
+    at once       sessions, samplers, what is known of models and checkpoints
+    later         create_model, load_weights, forward_backward, optim_step, save_weights, save_weights_for_sampler and
+                  asample are answered with a request id, and retrieve_future waits for the answer
+
+A call is in the store before its id is given out. One that comes again, under the same number and with the same body,
+is the same call; with another body it is a 409. An id that is not known is a 410: the client asks again. What is asked
+and cannot be done is an answer {"error", "category"}, whose text the client raises.
+"""
+
+import asyncio
+import dataclasses
+import datetime
+import hashlib
+import hmac
+import json
+import logging
+import re
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest, ScoreRequest, Scores
+from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.gateway.generators import NoServer
+from scalerl_jax.gateway.generators import Refused as ServerRefused
+from scalerl_jax.gateway.wire import ApiError, Asked, bad, field, number, object_of, read_body, sampling_fields
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.rollouts.requests import stable_hash
+from scalerl_jax.tinker import tinker_pb2 as pb
+from scalerl_jax.tinker import wire
+from scalerl_jax.tinker.samplers import Samplers, Weights
+from scalerl_jax.tinker.store import Conflict, Future, Store
+from scalerl_jax.tinker.training import Training
+from scalerl_jax.tinker.wire import Refused
+
+_log = logging.getLogger(__name__)
+
+POLL_SECONDS = 30.0  # that retrieve_future waits, at most; the client gives up after 45
+MOST_SAMPLES = 1024
+MOST_TOP_K = 1024
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_PROTOBUF = "application/x-protobuf"
+_API = "/api/v1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """names: that the base model may be asked for by, the first is its own. token: of the key; "": any."""
+
+    folder: str  # the base model's
+    names: tuple[str, ...]
+    seed: int
+    sampling_seconds: float  # for a request
+    token: str = dataclasses.field(default="", repr=False)
+
+
+class Tinker:
+    """See the module. It and all of its requests live on one event loop."""
+
+    def __init__(
+        self, store: Store, training: Training, samplers: Samplers, *, decoder: DecoderConfig, tokenizer: Tokenizer,
+        capacity: Callable[[], int], options: Options,
+    ):  # fmt: skip
+        """capacity: tokens of prompt and completion."""
+        self._store, self._training, self._samplers, self._options = store, training, samplers, options
+        self._decoder, self._tokenizer, self._capacity = decoder, tokenizer, capacity
+        self._answered: dict[str, asyncio.Event] = {}  # of the calls that somebody waits for
+        self._sampling: dict[str, asyncio.Task[None]] = {}
+
+    def begin(self) -> None:
+        """Goes on with what is not answered."""
+        for future in self._store.unanswered("asample"):
+            self._begin_sampling(future)
+        self._training.wake()
+
+    def app(self) -> Starlette:
+        post: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/client/config": self._client_config,
+            "/create_session": self._create_session,
+            "/session_heartbeat": self._heartbeat,
+            "/sessions/{id}/finish": self._finish,
+            "/telemetry": self._telemetry,
+            "/get_info": self._get_info,
+            "/create_sampling_session": self._create_sampling_session,
+            "/weights_info": self._weights_info,
+            "/create_model": self._create_model,
+            "/load_weights": self._load_weights,
+            "/forward_backward": self._forward_backward,
+            "/optim_step": self._optim_step,
+            "/save_weights": self._save_weights,
+            "/save_weights_for_sampler": self._save_for_sampler,
+            "/asample": self._sample,
+            "/retrieve_future": self._retrieve,
+        }
+        get = {
+            "/healthz": self._healthz,
+            "/get_server_capabilities": self._capabilities,
+            "/samplers/{id}": self._sampler,
+            "/sessions": self._sessions,
+            "/sessions/{id}": self._session,
+            "/training_runs": self._runs,
+            "/training_runs/{id}": self._run,
+            "/training_runs/{id}/checkpoints": self._checkpoints,
+            "/checkpoints": self._checkpoints,
+            "/futures/{id}/versions": self._versions,
+        }
+        one_checkpoint = f"{_API}/training_runs/{{id}}/checkpoints/{{checkpoint:path}}"
+        routes = [
+            *(Route(_API + path, self._guarded(serve), methods=["POST"]) for path, serve in post.items()),
+            *(Route(_API + path, self._guarded(serve), methods=["GET"]) for path, serve in get.items()),
+            Route(one_checkpoint, self._guarded(self._delete_checkpoint), methods=["DELETE"]),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+
+    def answered(self, future: Future) -> None:
+        if (event := self._answered.pop(future.id, None)) is not None:
+            event.set()
+
+    def _guarded(
+        self, serve: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                key, token = request.headers.get("x-api-key", ""), self._options.token
+                if token and not hmac.compare_digest(_hash(key), _hash(token)):
+                    raise ApiError(401, "the API key is not the server's token")
+                if request.headers.get("content-encoding", "identity") != "identity":
+                    raise bad("content-encoding: only bodies as they are, are offered")
+                return await serve(request)
+            except ClientDisconnect:
+                return Response(status_code=400)  # nobody reads it
+            except Conflict as error:
+                return JSONResponse({"detail": str(error)}, 409)
+            except Refused as error:
+                return JSONResponse({"detail": str(error)}, 400)
+            except ApiError as error:
+                return JSONResponse({"detail": error.message}, error.status)
+
+        return answer
+
+    # ---- at once
+
+    async def _healthz(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _client_config(self, request: Request) -> Response:
+        return JSONResponse({})
+
+    async def _telemetry(self, request: Request) -> Response:
+        await read_body(request)
+        return JSONResponse({"status": "accepted"})
+
+    async def _capabilities(self, request: Request) -> Response:
+        longest = self._capacity()
+        models = [
+            {"model_name": name, "max_context_length": longest, "trainable": True, "sampleable": True}
+            for name in self._options.names
+        ]
+        return JSONResponse({"supported_models": models})
+
+    async def _create_session(self, request: Request) -> Response:
+        body = object_of(await read_body(request))
+        return JSONResponse({"session_id": self._store.new_session(body), "type": "create_session"})
+
+    async def _heartbeat(self, request: Request) -> Response:
+        session = self._row("sessions", field(object_of(await read_body(request)), "session_id", str))
+        if session["ended"]:
+            raise ApiError(410, f"{session['id']} has ended")
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def _finish(self, request: Request) -> Response:
+        session = self._row("sessions", request.path_params["id"])
+        self._store.set("sessions", session["id"], ended=1)
+        return JSONResponse({"session_id": session["id"], "type": "finish_session"})
+
+    async def _get_info(self, request: Request) -> Response:
+        model = self._row("models", field(object_of(await read_body(request)), "model_id", str))
+        data = {
+            "arch": self._decoder.family,
+            "model_name": self._options.names[0],
+            "tokenizer_id": self._options.folder,
+        }
+        found = {"model_data": data, "model_id": model["id"], "model_name": data["model_name"], "type": "get_info"}
+        return JSONResponse({**found, "is_lora": model["rank"] > 0, "lora_rank": model["rank"]})
+
+    async def _create_sampling_session(self, request: Request) -> Response:
+        body = object_of(await read_body(request))
+        session = self._row("sessions", field(body, "session_id", str))["id"]
+        seq = number(body, "sampling_session_seq_id", None, 0, 2**62, whole=True)
+        if seq is None:
+            raise bad("sampling_session_seq_id: is missing")
+        path, base = field(body, "model_path", str), field(body, "base_model", str)
+        if path is not None:
+            row = self._store.row("checkpoints", path)
+            if row is None or row["kind"] != "sampler":
+                raise ApiError(404, f"model_path: {path} is no checkpoint to sample with")
+            model, folder = row["model"], row["folder"]
+        else:
+            self._check_base(base)
+            model, folder = "", self._options.folder
+        name = f"{session}:sample:{seq}"
+        there = self._store.row("samplers", name)
+        if there is not None and (there["folder"], there["path"]) != (folder, path):
+            raise Conflict(f"{name} is another sampling session")
+        self._store.put("samplers", id=name, session=session, model=model, folder=folder, path=path)
+        return JSONResponse({"sampling_session_id": name, "type": "create_sampling_session"})
+
+    async def _sampler(self, request: Request) -> Response:
+        row = self._row("samplers", request.path_params["id"])
+        return JSONResponse({"sampler_id": row["id"], "base_model": self._options.names[0], "model_path": row["path"]})
+
+    async def _weights_info(self, request: Request) -> Response:
+        row = self._row("checkpoints", field(object_of(await read_body(request)), "tinker_path", str))
+        model = self._row("models", row["model"])
+        lora = json.loads(model["body"]).get("lora_config") or {}
+        trained = {key: lora.get(key, True) for key in ("train_unembed", "train_mlp", "train_attn")}
+        found = {"base_model": self._options.names[0], "is_lora": model["rank"] > 0, "lora_rank": model["rank"]}
+        return JSONResponse({**found, **trained})
+
+    async def _sessions(self, request: Request) -> Response:
+        return JSONResponse({"sessions": [row["id"] for row in self._store.rows("sessions")]})
+
+    async def _session(self, request: Request) -> Response:
+        name = self._row("sessions", request.path_params["id"])["id"]
+        runs, samplers = (self._store.rows(table, session=name) for table in ("models", "samplers"))
+        return JSONResponse(
+            {"training_run_ids": [row["id"] for row in runs], "sampler_ids": [row["id"] for row in samplers]}
+        )
+
+    async def _runs(self, request: Request) -> Response:
+        runs = [self._run_fields(row) for row in self._store.rows("models")]
+        return JSONResponse(
+            {"training_runs": runs, "cursor": {"offset": 0, "limit": len(runs), "total_count": len(runs)}}
+        )
+
+    async def _run(self, request: Request) -> Response:
+        return JSONResponse(self._run_fields(self._row("models", request.path_params["id"])))
+
+    def _run_fields(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "training_run_id": row["id"],
+            "base_model": self._options.names[0],
+            "model_owner": "local",
+            "is_lora": row["rank"] > 0,
+            "lora_rank": row["rank"] or None,
+            "corrupted": False,
+            "last_request_time": _date(row["created"]),
+        }
+
+    async def _checkpoints(self, request: Request) -> Response:
+        of = {"model": request.path_params["id"]} if "id" in request.path_params else {}
+        found = [
+            {
+                "checkpoint_id": row["path"].split("/", 3)[3],
+                "checkpoint_type": row["kind"],
+                "time": _date(row["created"]),
+                "tinker_path": row["path"],
+                "size_bytes": row["bytes"],
+                "user_metadata": json.loads(row["body"])["user_metadata"],
+                "expires_at": _date(row["expires"]) if row["expires"] else None,
+            }
+            for row in self._store.rows("checkpoints", **of)
+        ]
+        return JSONResponse({"checkpoints": found})
+
+    async def _delete_checkpoint(self, request: Request) -> Response:
+        path = f"tinker://{request.path_params['id']}/{request.path_params['checkpoint']}"
+        row = self._row("checkpoints", path)
+        self._store.delete("checkpoints", path)
+        shutil.rmtree(row["folder"], ignore_errors=True)
+        return Response(status_code=204)
+
+    async def _versions(self, request: Request) -> Response:
+        """Which weights sampled each token: of each sequence [[run, weights, first token, end], ...]."""
+        future = self._store.future(request.path_params["id"])
+        if future is None or future.kind != "asample" or future.answer is None:
+            raise ApiError(404, f"{request.path_params['id']} is no request that was sampled")
+        return JSONResponse({"versions": json.loads(future.versions or "[]")})
+
+    def _row(self, table: str, name: str | None) -> dict[str, Any]:
+        row = self._store.row(table, name or "")
+        if row is None:
+            raise ApiError(404, f"{name} is not one of the {table.replace('_', ' ')}")
+        return row
+
+    def _check_base(self, name: str | None) -> None:
+        if name not in (*self._options.names, self._options.folder):
+            raise Refused(f"base_model: {name!r} is not served; there is {self._options.names[0]}")
+
+    # ---- later
+
+    async def _create_model(self, request: Request) -> Response:
+        data = await read_body(request)
+        body = object_of(data)
+        self._check_base(field(body, "base_model", str))
+        lora = field(body, "lora_config", dict, {})
+        rank = number(lora, "rank", 0, 0, 2**16, whole=True)
+        return self._new_run("create_model", data, body, rank=rank, seed=number(lora, "seed", 0, 0, 2**62, whole=True))
+
+    async def _load_weights(self, request: Request) -> Response:
+        data = await read_body(request)
+        body = object_of(data)
+        path = field(body, "path", str)
+        if not isinstance(body.get("optimizer"), bool):
+            raise bad("optimizer: must be true or false")
+        if field(body, "model_id", str) is not None:
+            return self._training_call("load_weights", data, body)
+        saved = self._store.row("checkpoints", path or "")
+        if saved is None:
+            raise ApiError(404, f"path: {path} is no checkpoint")
+        origin = self._row("models", saved["model"])
+        lora = json.loads(origin["body"]).get("lora_config")
+        return self._new_run("load_weights", data, {**body, "lora_config": lora}, origin["rank"], origin["seed"])
+
+    def _new_run(self, kind: str, data: bytes, body: Mapping[str, Any], rank: int, seed: int) -> Response:
+        session = self._row("sessions", field(body, "session_id", str))["id"]
+        seq = number(body, "model_seq_id", None, 0, 2**62, whole=True)
+        if seq is None:
+            raise bad("model_seq_id: is missing")
+        name = f"{session}:train:{seq}"
+        with self._store.writing():
+            future, new = self._store.accept(name, 0, kind, data)
+            if new:
+                self._store.put(
+                    "models", id=name, session=session, created=time.time(), rank=rank, seed=seed, body=json.dumps(body)
+                )
+        self._training.wake()
+        return JSONResponse({"request_id": future.id, "model_id": name})
+
+    async def _forward_backward(self, request: Request) -> Response:
+        data = await read_body(request)
+        if request.headers.get("content-type", "").split(";")[0] != _PROTOBUF:
+            raise bad(f"content-type: must be {_PROTOBUF}")
+        asked = wire.parse(data)
+        return self._training_call("forward_backward", data, {"model_id": asked.model_id, "seq_id": asked.seq_id})
+
+    async def _optim_step(self, request: Request) -> Response:
+        data = await read_body(request)
+        body = object_of(data)
+        given = field(body, "adam_params", dict, {})
+        for name, low, high in (
+            ("learning_rate", 0, 1e3), ("beta1", 0, 1), ("beta2", 0, 1), ("eps", 0, 1e3), ("weight_decay", 0, 1e3),
+            ("grad_clip_norm", 0, 1e12),
+        ):  # fmt: skip
+            if given and number(given, name, None, low, high) is None:
+                raise bad(f"adam_params.{name}: is missing")
+        return self._training_call("optim_step", data, body)
+
+    async def _save_weights(self, request: Request) -> Response:
+        data = await read_body(request)
+        body = object_of(data)
+        self._check_name(body)
+        return self._training_call("save_weights", data, body)
+
+    async def _save_for_sampler(self, request: Request) -> Response:
+        data = await read_body(request)
+        body = object_of(data)
+        if field(body, "path", str) is not None:
+            self._check_name(body)
+        elif number(body, "sampling_session_seq_id", None, 0, 2**62, whole=True) is None:
+            raise bad("path or sampling_session_seq_id: one of them is needed")
+        return self._training_call("save_weights_for_sampler", data, body)
+
+    def _check_name(self, body: Mapping[str, Any]) -> None:
+        name = field(body, "path", str, "")
+        if not _NAME.fullmatch(name):
+            raise bad("path: must be a name of letters, digits, '.', '_' and '-'")
+        number(body, "ttl_seconds", None, 1, 10**10)
+
+    def _training_call(self, kind: str, data: bytes, body: Mapping[str, Any]) -> Response:
+        model = self._row("models", field(body, "model_id", str))["id"]
+        seq = number(body, "seq_id", None, 0, 2**62, whole=True)
+        if not seq:
+            raise bad("seq_id: the number of the call is missing")
+        future, _ = self._store.accept(model, seq, kind, data)
+        self._training.wake()
+        return JSONResponse({"request_id": future.id, "model_id": model})
+
+    async def _retrieve(self, request: Request) -> Response:
+        name = field(object_of(await read_body(request)), "request_id", str, "")
+        future = self._store.future(name)
+        if future is not None and future.answer is None:
+            event = self._answered.setdefault(name, asyncio.Event())
+            try:
+                async with asyncio.timeout(POLL_SECONDS):
+                    await event.wait()
+            except TimeoutError:
+                return JSONResponse({"type": "try_again", **self._queue_state(future)})
+            future = self._store.future(name)
+        if future is None or future.answer is None:
+            raise ApiError(410, f"{name} is not known")
+        return Response(future.answer, media_type=_PROTOBUF if future.proto else "application/json")
+
+    def _queue_state(self, future: Future) -> dict[str, str]:
+        holder = self._training.holder
+        if future.kind != "asample" and holder not in ("", future.owner):
+            return {"queue_state": "paused_capacity", "queue_state_reason": f"{holder} has the mesh"}
+        return {"queue_state": "active"}
+
+    # ---- sampling
+
+    async def _sample(self, request: Request) -> Response:
+        data = await read_body(request)
+        body = object_of(data)
+        sampler = self._row("samplers", field(body, "sampling_session_id", str))["id"]
+        seq = number(body, "seq_id", None, 0, 2**62, whole=True)
+        if seq is None:
+            raise bad("seq_id: the number of the call is missing")
+        count = number(body, "num_samples", 1, 1, MOST_SAMPLES, whole=True)
+        future, new = self._store.accept(sampler, seq, "asample", data)
+        if new:
+            self._begin_sampling(future)
+        sequences = [f"{future.id}:{i}" for i in range(count)]
+        return JSONResponse({"request_id": future.id, "sample_sequence_ids": sequences})
+
+    def _begin_sampling(self, future: Future) -> None:
+        task = self._sampling[future.id] = asyncio.create_task(self._sampled(future))
+        task.add_done_callback(lambda _: self._sampling.pop(future.id))
+
+    async def _sampled(self, future: Future) -> None:
+        """Answers a call of asample."""
+        category = "user"
+        try:
+            async with asyncio.timeout(self._options.sampling_seconds):
+                answer, versions = await self._sampled_in_time(future)
+            self._store.answer(future, answer, proto=True, versions=json.dumps(versions))
+        except (ApiError, ServerRefused, ValueError) as error:
+            message = error.message if isinstance(error, ApiError) else str(error)
+        except (NoServer, TimeoutError) as error:
+            category, message = "server", str(error) or f"not sampled within {self._options.sampling_seconds:.0f} s"
+        else:
+            message = ""
+        if message:
+            failure = {"error": " ".join(message.split()), "category": category}
+            self._store.answer(future, json.dumps(failure).encode(), failed=True)
+        self.answered(future)
+
+    async def _sampled_in_time(self, future: Future) -> tuple[bytes, list[Any]]:
+        """(the answer, the versions). Raises what cannot be."""
+        body = future.fields
+        row = self._row("samplers", future.owner)
+        inflight = not row["folder"]
+
+        def weights() -> Weights:
+            if not inflight:
+                return Weights(row["folder"], row["model"])
+            return Weights(self._row("models", row["model"])["inflight"], row["model"])
+
+        prompt, asked = self._prompt(body), _asked(body)
+        capacity = self._capacity() - len(prompt)
+        if capacity < 1:
+            raise Refused(f"prompt: it has {len(prompt)} tokens, and prompt and completion {self._capacity()} at most")
+        stops = asked.stops if isinstance(asked.stops, tuple) else ()
+        sampling = asked.sampling((), capacity=capacity)
+        if (field(body, "sampling_params", dict, {})).get("stop") is None:
+            sampling = dataclasses.replace(sampling, stop_token_ids=tuple(self._tokenizer.stop_ids))
+
+        async def one(i: int) -> tuple[Completion, dict[int, Weights]]:
+            seed = asked.seed if asked.seed is not None else stable_hash("tinker", self._options.seed, future.id)
+            wanted = CompletionRequest(0, stable_hash("sample", seed, i))
+            request = GroupRequest(0, f"{future.id}/{i}", prompt, (wanted,), sampling)
+            return await self._samplers.generate(weights, request, inflight=inflight)
+
+        async def score(tokens: np.ndarray, **more: Any) -> Scores:
+            return await self._samplers.score(
+                weights, ScoreRequest(tokens, **more), vocabulary=self._decoder.vocab_size
+            )
+
+        async with asyncio.TaskGroup() as group:
+            sampled = [group.create_task(one(i)) for i in range(asked.choices)]
+            of_prompt, top, last, targets = self._prompt_scores(body, prompt)
+            scored = group.create_task(score(prompt, **of_prompt)) if of_prompt is not None else None
+        found = [task.result() for task in sampled]
+        completions = [self._cut(completion, stops) for completion, _ in found]
+        k = number(body, "topk_sample_logprobs", 0, 0, MOST_TOP_K, whole=True)
+        tops: list[Scores | None] = [None] * len(completions)
+        if k:
+            tops = [
+                await score(np.concatenate([prompt, one.token_ids]), first=len(prompt), top_k=k) for one in completions
+            ]
+        versions = [
+            [[made[step].model, made[step].folder, start, end] for step, start, end in completion.versions]
+            for completion, (_, made) in zip(completions, found, strict=True)
+        ]
+        prompt_scores = scored.result() if scored is not None else None
+        answer = wire.samples_of(completions, tops, prompt_scores, last=last, top_k=top, targets=targets)
+        return answer, versions
+
+    def _prompt(self, body: Mapping[str, Any]) -> np.ndarray:
+        """[tokens] int32. Raises ApiError, Refused."""
+        chunks = field(field(body, "prompt", dict, {}), "chunks", list, [])
+        tokens: list[int] = []
+        for chunk in chunks:
+            if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
+                raise Refused("prompt: only chunks of encoded_text are offered")
+            tokens += field(chunk, "tokens", list, [])
+        if not tokens:
+            raise Refused("prompt: there is no token")
+        if not all(type(one) is int and 0 <= one < self._decoder.vocab_size for one in tokens):
+            raise Refused(f"prompt: token ids are from 0 to {self._decoder.vocab_size - 1}")
+        return np.asarray(tokens, np.int32)
+
+    def _prompt_scores(
+        self, body: Mapping[str, Any], prompt: np.ndarray
+    ) -> tuple[dict[str, Any] | None, int, int | None, pb.Tensor | None]:
+        """(what is to be scored of the prompt, None: nothing; its top k; of the last how many tokens; the targets)"""
+        top = number(body, "topk_prompt_logprobs", 0, 0, MOST_TOP_K, whole=True)
+        last = number(body, "prompt_logprobs_last_n", None, 1, len(prompt), whole=True)
+        wanted: dict[str, Any] = {"top_k": top} if top or body.get("prompt_logprobs") else {}
+        tensor = field(body, "target_prompt_logprobs", dict)
+        if tensor is None:
+            return wanted or None, top, last, None
+        if tensor.get("sparse_crow_indices") is not None:
+            raise Refused("target_prompt_logprobs: sparse tensors are not offered")
+        shape, data = field(tensor, "shape", list, []), field(tensor, "data", list, [])
+        rows = len(prompt) - 1
+        if len(shape) != 2 or shape[0] != rows or type(shape[1]) is not int or len(data) != rows * shape[1]:
+            raise Refused(f"target_prompt_logprobs: its shape must be [{rows}, k]")
+        vocabulary = self._decoder.vocab_size
+        if not all(type(one) is int and -1 <= one < vocabulary for one in data):
+            raise Refused(f"target_prompt_logprobs: token ids are from 0 to {vocabulary - 1}, and -1 for none")
+        ids = np.full((len(prompt), shape[1]), -1, np.int32)
+        ids[1:] = np.asarray(data, np.int32).reshape(shape)
+        targets = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=shape)
+        return {"top_k": top, "target_ids": ids}, top, last, targets
+
+    def _cut(self, completion: Completion, stops: tuple[str, ...]) -> Completion:
+        """Behind the token that completes the first of the texts that stop it."""
+        if not stops:
+            return completion
+        text, ends = "", []
+        for piece in self._tokenizer.pieces(completion.token_ids.tolist()):
+            text += piece
+            ends.append(len(text))
+        found = min((at + len(stop) for stop in stops if (at := text.find(stop)) >= 0), default=None)
+        if found is None:
+            return completion
+        count = 1 + next(i for i, end in enumerate(ends) if end >= found)
+        return dataclasses.replace(
+            completion, token_ids=completion.token_ids[:count], logprobs=completion.logprobs[:count],
+            versions=tuple((step, start, min(end, count)) for step, start, end in completion.versions if start < count),
+            finish_reason="stop",
+        )  # fmt: skip
+
+
+def _asked(body: Mapping[str, Any]) -> Asked:
+    """How it is sampled. Raises ApiError, Refused."""
+    for name in ("prompt_alt_tokens_k", "record_stability_info"):
+        if body.get(name):
+            raise Refused(f"{name}: is not offered")
+    given = dict(field(body, "sampling_params", dict, {}))
+    stop = given.pop("stop", None)
+    ids: tuple[int, ...] = ()
+    if isinstance(stop, list) and stop and all(type(one) is int for one in stop):
+        ids, stop = tuple(stop), None
+    return Asked(
+        choices=number(body, "num_samples", 1, 1, MOST_SAMPLES, whole=True),
+        max_tokens=number(given, "max_tokens", None, 1, 2**31 - 1, whole=True),
+        stop_token_ids=ids,
+        **sampling_fields({**given, "stop": stop}),
+    )
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _date(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"detail": f"{request.method} {request.url.path}: {error.detail}"}, error.status_code)

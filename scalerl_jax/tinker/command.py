@@ -1,0 +1,145 @@
+"""scalerl-tinker: a server of Tinker's public client, which trains and samples on the machines that it is given.
+
+    scalerl-tinker --model=DIR --workdir=DIR [--servers=host:port,...] [--port=8000] [--config.a.b=v]
+
+A client has TINKER_BASE_URL=http://HOST:PORT and TINKER_API_KEY=tml-anything. It trains the model in --model, by all of
+its parameters (rank 0) or an adapter, on this process's devices, and samples on rollout servers: those of --servers, or
+local ones, as many as config.fleet says. Of the config fleet, learner, model and seed are read. It serves until SIGTERM
+or Ctrl-C, and the same command goes on where it was, whenever it was killed.
+
+    loopback                 anything goes
+    any other --host         --token_file, and TLS; or --insecure
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags
+
+from launch.local import StartError
+from scalerl_jax.cli import command_flags, entry
+from scalerl_jax.config import Config
+from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
+from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.gateway.command import access, listening_socket, serve_app, servers
+from scalerl_jax.gateway.generators import Generators, NoServer
+from scalerl_jax.gateway.server import check_installed
+from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_config
+from scalerl_jax.rollouts.servers import credentials
+from scalerl_jax.rollouts.servers.discovery import Discovery
+from scalerl_jax.run import compute_dtype
+from scalerl_jax.run.folder import acquire_lock, explain_write_errors
+from scalerl_jax.system import signals
+
+FLAGS = flags.FLAGS
+
+
+def main(config: Config, arguments: list[str]) -> None:
+    signals.expect("the server has stopped: the same command goes on")
+    if arguments:
+        raise entry.UserError(f"{arguments[0]}: not a flag")
+    # ---- 1. What is given --------------------------------------------------------------------------------------------
+    config.model.path = os.path.abspath(FLAGS.model)
+    with entry.user_mistakes():
+        check_installed()
+        check_folder("--model", FLAGS.model)
+        tokenizer, decoder = Tokenizer(FLAGS.model), read_config(FLAGS.model)
+        tokenizer.check_vocabulary(decoder.vocab_size)
+        token = access()
+        longest = FLAGS.maximum_tokens
+        if longest > config.learner.seq_len + 1:
+            raise ValueError(f"--maximum_tokens={longest}: above config.learner.seq_len={config.learner.seq_len}")
+        listed = Discovery(FLAGS.servers) if FLAGS.servers else None
+        shown = credentials.read(config.fleet, name=listed.name if listed is not None else "")
+        entry.check_out("--workdir", FLAGS.workdir)
+    os.makedirs(FLAGS.workdir, exist_ok=True)
+
+    # ---- 2. Serving --------------------------------------------------------------------------------------------------
+    chosen = compute_dtype.settle(config, FLAGS.workdir)
+    print(*chosen, sep="\n", end="\n" * bool(chosen), file=sys.stderr)
+    with explain_write_errors(FLAGS.workdir), contextlib.ExitStack() as stack:
+        stack.enter_context(entry.user_mistakes(NoServer, StartError, ValueError))
+        lock = acquire_lock(os.path.join(FLAGS.workdir, "lock"), f"--workdir={FLAGS.workdir}: another server")
+        stack.callback(os.close, lock)
+        listening = stack.enter_context(contextlib.closing(listening_socket(FLAGS.host, FLAGS.port)))
+        share = config.fleet.gpu_share
+        local = servers(config, listed, folder=FLAGS.workdir, maximum_tokens=longest, share=share)
+        addresses = stack.enter_context(local)
+        signals.be(signals.HOLD)
+        if FLAGS.exit_with_parent:
+            signals.request_with_parent()
+
+        def generators() -> Generators:
+            fingerprint = tokenizer_fingerprint(FLAGS.model)
+            return Generators(addresses, credentials=shown, fingerprint=fingerprint, vocabulary=decoder.vocab_size)
+
+        asyncio.run(_serve(config, listening, generators, decoder, tokenizer, longest=longest, token=token))
+    signals.raise_if_interrupted()
+
+
+async def _serve(
+    config: Config, listening: socket.socket, make: Callable[[], Generators], decoder: DecoderConfig,
+    tokenizer: Tokenizer, *, longest: int, token: str,
+) -> None:  # fmt: skip
+    from scalerl_jax.tinker.app import Options, Tinker
+    from scalerl_jax.tinker.samplers import Samplers
+    from scalerl_jax.tinker.store import Future, Store
+    from scalerl_jax.tinker.training import Training
+
+    loop, failed, generators = asyncio.get_running_loop(), asyncio.Event(), make()
+    faults: list[BaseException] = []
+
+    def fail(error: BaseException) -> None:
+        faults.append(error)
+        loop.call_soon_threadsafe(failed.set)
+
+    def answered(future: Future) -> None:
+        loop.call_soon_threadsafe(tinker.answered, future)
+
+    samplers = Samplers(
+        generators, decoder=decoder, dtype=config.model.sync_dtype, chunk_bytes=config.fleet.chunk_bytes,
+        push_seconds=config.fleet.push_seconds, score_seconds=FLAGS.request_seconds,
+    )  # fmt: skip
+    training = Training(
+        config, decoder, folder=FLAGS.workdir, longest=longest,
+        answered=answered, fail=fail,
+    )  # fmt: skip
+    names = tuple(FLAGS.names) or (os.path.basename(config.model.path),)
+    options = Options(config.model.path, names, config.seed, FLAGS.request_seconds, token)
+    store = Store(FLAGS.workdir)
+    tinker = Tinker(
+        store, training, samplers, decoder=decoder, tokenizer=tokenizer,
+        capacity=lambda: min(longest, generators.maximum_tokens or longest), options=options,
+    )  # fmt: skip
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(generators.run())]
+    try:
+        await generators.ready(config.fleet.connect_seconds)
+        tasks += [asyncio.create_task(samplers.run()), asyncio.create_task(failed.wait())]
+        training.start()
+        tinker.begin()
+        tasks.append(asyncio.create_task(serve_app(listening, tinker.app(), what=names[0])))
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for error in faults:
+            raise error
+        for task in done:
+            task.result()
+        await asyncio.to_thread(training.close)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        store.close()
+
+
+def run() -> None:
+    command_flags.tinker()
+    entry.run_with_arguments(main, default=Config())
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,267 @@
+"""Sampling and scoring with saved weights, on servers that each hold one version at a time.
+
+    asked for      a call waits for a server that holds its weights
+    switched       weights that calls wait for and that no server holds go to a server without calls, or to one that has
+                   had its own for a turn: it finishes what it has, and is sent the others
+    turn           TURN_SECONDS, and TURN_PUSHES times as long as the last push took: so switching stays a small part
+    in flight      calls of a sampling client that follows its run do not end for a newer version: it is swapped in
+                   while they go on, and each token has the version that sampled it
+
+A server that is lost is asked for nothing; what it had is asked of another one, under the same name and seed. Weights
+are folders of files, and are read when they are sent.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+
+import grpc
+import numpy as np
+
+from scalerl_jax.contract import codec, peer_text
+from scalerl_jax.contract.codec import Completion, GroupRequest, ScoreRequest, Scores, Version
+from scalerl_jax.gateway.generators import MOST_TRIES, Full, Generators, Lost, NoServer, Server
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.safetensors_folder import Tensors
+from scalerl_jax.rollouts.incarnation import Incarnation
+from scalerl_jax.rollouts.weights import payload as payload_lib
+from scalerl_jax.rollouts.weights.push import Push, PushRefused
+
+_log = logging.getLogger(__name__)
+
+TURN_SECONDS = 1.0
+TURN_PUSHES = 5.0
+TICK_SECONDS = 0.1
+SCORES = 4  # asked of servers at a time: one answers no more than 8
+PAUSE_SECONDS = 0.1  # after a server that was full
+READ = 2  # weights whose tensors stay in memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    folder: str  # a model's
+    model: str = ""  # the run that made them; empty: none
+
+
+@dataclasses.dataclass(eq=False)
+class _Wait:
+    """A call that has no server yet."""
+
+    weights: Weights
+    inflight: bool
+    granted: "asyncio.Future[_Held]"
+    since: float = dataclasses.field(default_factory=time.monotonic)
+
+
+@dataclasses.dataclass(eq=False)
+class _Held:
+    """What one server holds."""
+
+    server: Server
+    process: str = ""  # the server's, at its last push
+    weights: Weights | None = None
+    step: int = 0
+    since: float = 0.0
+    pinned: int = 0  # calls, each by these weights alone
+    following: int = 0  # calls that go on with newer ones
+    coming: Weights | None = None  # what it is to hold next
+    pushing: "asyncio.Task[None] | None" = None
+
+    @property
+    def calls(self) -> int:
+        return self.pinned + self.following
+
+    @property
+    def free(self) -> bool:
+        status = self.server.status
+        return self.coming is None and status is not None and self.calls < status.slots + 2
+
+
+class Samplers:
+    """To be made and used on one event loop, while `run` runs there, and that of `generators`."""
+
+    def __init__(
+        self, generators: Generators, *, decoder: DecoderConfig, dtype: str, chunk_bytes: int, push_seconds: float,
+        score_seconds: float,
+    ):  # fmt: skip
+        self._generators, self._decoder, self._dtype = generators, decoder, np.dtype(dtype)
+        self._chunk_bytes, self._push_seconds, self._score_seconds = chunk_bytes, push_seconds, score_seconds
+        self._incarnation = Incarnation(time.time_ns())
+        self._held = [_Held(server) for server in generators.servers]
+        self._waiting: list[_Wait] = []
+        self._step, self._turn = 0, TURN_SECONDS
+        self._scoring = asyncio.Semaphore(SCORES)
+        self._read: collections.OrderedDict[Weights, payload_lib.Tensors] = collections.OrderedDict()
+        self.weights_of_step: dict[int, Weights] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._dispatch()
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def generate(
+        self, weights: Callable[[], Weights], request: GroupRequest, *, inflight: bool
+    ) -> tuple[Completion, dict[int, Weights]]:
+        """A completion, and the weights of its versions. weights: those to sample with, asked at each try.
+
+        Raises NoServer, Refused, ValueError where the weights cannot be read.
+        """
+        why = "no server is there"
+        for _ in range(MOST_TRIES):
+            async with self._on(weights(), inflight=inflight) as held:
+                step = held.step
+                asked = dataclasses.replace(
+                    request, incarnation=self._incarnation.value, minimum_step=step,
+                    pinned_step=None if inflight else step,
+                )  # fmt: skip
+                try:
+                    completion = await self._generators.ask(held.server, asked)
+                except (Full, Lost) as error:
+                    why = str(error)
+                else:
+                    return completion, {step: self.weights_of_step[step] for step, _, _ in completion.versions}
+            await asyncio.sleep(PAUSE_SECONDS)
+        raise NoServer(why)
+
+    async def score(self, weights: Callable[[], Weights], request: ScoreRequest, *, vocabulary: int) -> Scores:
+        """Raises as generate."""
+        why = "no server is there"
+        for _ in range(MOST_TRIES):
+            async with self._scoring, self._on(weights(), inflight=False) as held:
+                server, wanted = held.server, Version(self._incarnation.value, held.step)
+                try:
+                    reply = await server.stub.Score(codec.score_request_to_proto(request), timeout=self._score_seconds)
+                    if codec.version_from_proto(reply.version) == wanted:
+                        return codec.scores_from_proto(reply, request, vocabulary=vocabulary)
+                    why = f"server {server.address} scored by other weights"
+                except grpc.aio.AioRpcError as error:
+                    fault = await self._generators.fault(server, error)
+                    if not isinstance(fault, (Full, Lost)):
+                        raise fault from None
+                    why = str(fault)
+                except ValueError as error:
+                    why = f"server {server.address} breaks the contract: {peer_text.printable(error)}"
+                    server.lose(why)
+            await asyncio.sleep(PAUSE_SECONDS)
+        raise NoServer(why)
+
+    @contextlib.asynccontextmanager
+    async def _on(self, weights: Weights, *, inflight: bool) -> AsyncGenerator[_Held]:
+        """A server that holds the weights, as long as the block lasts."""
+        wait = _Wait(weights, inflight, asyncio.get_running_loop().create_future())
+        self._waiting.append(wait)
+        self._dispatch()
+        try:
+            held = await wait.granted
+        except BaseException:
+            if wait in self._waiting:
+                self._waiting.remove(wait)
+            elif not wait.granted.cancelled() and wait.granted.exception() is None:
+                self._release(wait.granted.result(), inflight)
+            raise
+        try:
+            yield held
+        finally:
+            self._release(held, inflight)
+
+    def _release(self, held: _Held, inflight: bool) -> None:
+        if inflight:
+            held.following -= 1
+        else:
+            held.pinned -= 1
+        self._dispatch()
+
+    # ---- who holds what
+
+    def _dispatch(self) -> None:
+        """Everything that can be done now."""
+        there = [held for held in self._held if held.server.status is not None]
+        for held in there:
+            assert held.server.status is not None
+            if held.pushing is None and held.process != held.server.status.server_id:  # another process, or a new one
+                held.weights = None
+        for wait in list(self._waiting):
+            if wait.granted.done():  # cancelled
+                self._waiting.remove(wait)
+                continue
+            free = [held for held in there if held.weights == wait.weights and held.free]
+            if free:
+                held = min(free, key=lambda held: held.calls)
+                if wait.inflight:
+                    held.following += 1
+                else:
+                    held.pinned += 1
+                self._waiting.remove(wait)
+                wait.granted.set_result(held)
+        for wait in self._waiting:
+            if any(held.coming == wait.weights for held in there):
+                continue
+            if (chosen := self._to_switch(wait, there)) is not None:
+                chosen.coming = wait.weights
+        for held in there:
+            if held.coming is not None and held.pushing is None and self._may_push(held):
+                held.pushing = asyncio.create_task(self._push(held, held.coming))
+
+    def _to_switch(self, wait: _Wait, there: list[_Held]) -> _Held | None:
+        """The server that is to hold these weights next, if one is."""
+        waited_for = {other.weights for other in self._waiting}
+        now = time.monotonic()
+        still = [held for held in there if held.coming is None and held.weights != wait.weights]
+        idle = [held for held in still if held.weights not in waited_for]
+        if any(held.weights == wait.weights for held in there):  # it has its turn; those with nothing to do may help
+            return next((held for held in idle if not held.calls), None)
+        over = [held for held in still if now - held.since >= self._turn or self._follows(held, wait)]
+        return min(idle or over, key=lambda held: held.calls, default=None)
+
+    def _follows(self, held: _Held, wait: _Wait) -> bool:
+        return held.weights is not None and wait.inflight and held.weights.model == wait.weights.model
+
+    def _may_push(self, held: _Held) -> bool:
+        assert held.coming is not None
+        same = held.weights is not None and held.weights.model == held.coming.model
+        return not held.calls or (same and not held.pinned)
+
+    async def _push(self, held: _Held, weights: Weights) -> None:
+        server, began = held.server, time.monotonic()
+        assert server.status is not None
+        process, why = server.status.server_id, ""
+        try:
+            if not self._incarnation.outranks(server.status.version.incarnation):
+                raise PushRefused("it is another trainer's now")
+            self._incarnation.settle()
+            tensors = await asyncio.to_thread(self._tensors, weights)
+            self._step += 1
+            version = Version(self._incarnation.value, self._step)
+            payload = payload_lib.dense(version, tensors, {}, chunk_bytes=self._chunk_bytes)
+            await Push(server.stub.PushWeights(), payload).run(server_id=process, timeout=self._push_seconds)
+        except (PushRefused, TimeoutError) as error:
+            why = str(error) or "nothing of the weights moved"
+        except grpc.aio.AioRpcError as error:
+            why = f"{error.code().name}: {error.details()}"
+        except (OSError, ValueError) as error:  # the folder's
+            for wait in [wait for wait in self._waiting if wait.weights == weights]:
+                self._waiting.remove(wait)
+                wait.granted.set_exception(ValueError(f"its weights cannot be read: {error}"))
+        else:
+            held.process, held.weights, held.step = process, weights, version.step
+            self.weights_of_step[version.step] = weights
+            self._turn = max(TURN_SECONDS, TURN_PUSHES * (time.monotonic() - began))
+        held.since, held.coming, held.pushing = time.monotonic(), None, None
+        if why:
+            held.weights = None
+            server.lose(f"it did not take the weights: {why}")
+        self._dispatch()
+
+    def _tensors(self, weights: Weights) -> payload_lib.Tensors:
+        """As they are sent. On a thread."""
+        if weights not in self._read:
+            stored = Tensors(weights.folder, self._decoder)
+            self._read[weights] = {name: stored[name].astype(self._dtype, copy=False) for name in stored}
+            while len(self._read) > READ:
+                self._read.popitem(last=False)
+        return self._read[weights]

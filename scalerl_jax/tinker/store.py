@@ -1,0 +1,197 @@
+"""What a server has been asked, and what it has answered: one SQLite file, which a killed process goes on with.
+
+    sessions      of clients
+    models        training runs: their base and adapter, and how far their calls are done
+    samplers      sampling sessions: what each samples with
+    futures       each call that is answered later, under (owner, seq): the owner is a model or a sampling session
+    checkpoints   what is saved under a tinker:// path, and where
+
+A call is there once it is accepted, and a second one under its (owner, seq) is the same call or none at all; an answer
+is there for good. What a process that is killed had committed stays. `sync` is for what must outlive the machine, too.
+
+Each thread opens a Store of its own.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, number INTEGER, created REAL, ended INTEGER, body TEXT);
+CREATE TABLE IF NOT EXISTS models (
+  id TEXT PRIMARY KEY, session TEXT, created REAL, rank INTEGER, body TEXT, seed INTEGER, inflight TEXT);
+CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, session TEXT, model TEXT, folder TEXT, path TEXT);
+CREATE TABLE IF NOT EXISTS futures (
+  id TEXT PRIMARY KEY, owner TEXT, seq INTEGER, kind TEXT, digest BLOB, body BLOB, answer BLOB, proto INTEGER,
+  failed INTEGER, versions TEXT, UNIQUE (owner, seq));
+CREATE INDEX IF NOT EXISTS unanswered ON futures (owner, seq) WHERE answer IS NULL;
+CREATE TABLE IF NOT EXISTS checkpoints (
+  path TEXT PRIMARY KEY, model TEXT, kind TEXT, folder TEXT, created REAL, bytes INTEGER, body TEXT, expires REAL);
+"""
+_WAIT_SECONDS = 60.0  # for another thread's transaction
+
+
+class Conflict(Exception):
+    """Another call has this name already."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Future:
+    """A call that is answered later."""
+
+    id: str
+    owner: str
+    seq: int
+    kind: str
+    body: bytes  # as it came
+    answer: bytes | None = None  # None: not yet
+    proto: bool = False  # the answer is no JSON
+    failed: bool = False  # the answer is an error
+    versions: str = ""  # JSON, of what was sampled
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The body, where it is JSON."""
+        return json.loads(self.body)
+
+
+class Store:
+    """The file in `folder`. Raises ValueError where it is none of ours."""
+
+    def __init__(self, folder: str):
+        self.path = os.path.join(folder, "tinker.db")
+        try:
+            self._db = sqlite3.connect(self.path, timeout=_WAIT_SECONDS, isolation_level=None)
+            self._db.row_factory = sqlite3.Row
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(_TABLES)
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"{self.path}: {error}") from None
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """All that is written in the block, or nothing."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def sync(self) -> None:
+        """What was committed is on the disk."""
+        self._db.execute("PRAGMA wal_checkpoint(FULL)").fetchall()
+
+    def row(self, table: str, key: str) -> dict[str, Any] | None:
+        """A row by its id, or path."""
+        name = "path" if table == "checkpoints" else "id"
+        found = self._db.execute(f"SELECT * FROM {table} WHERE {name} = ?", (key,)).fetchone()
+        return None if found is None else dict(found)
+
+    def rows(self, table: str, **equal: Any) -> list[dict[str, Any]]:
+        """Those that have these values, in the order in which they were put in."""
+        where = " AND ".join(f"{name} = ?" for name in equal) or "1"
+        found = self._db.execute(f"SELECT * FROM {table} WHERE {where} ORDER BY rowid", tuple(equal.values()))
+        return [dict(row) for row in found]
+
+    def put(self, table: str, **values: Any) -> None:
+        """A row, in the place of one with its key."""
+        marks = ", ".join("?" * len(values))
+        self._db.execute(
+            f"INSERT OR REPLACE INTO {table} ({', '.join(values)}) VALUES ({marks})", tuple(values.values())
+        )
+
+    def set(self, table: str, key: str, **values: Any) -> None:
+        names = ", ".join(f"{name} = ?" for name in values)
+        name = "path" if table == "checkpoints" else "id"
+        self._db.execute(f"UPDATE {table} SET {names} WHERE {name} = ?", (*values.values(), key))
+
+    def delete(self, table: str, key: str) -> None:
+        name = "path" if table == "checkpoints" else "id"
+        self._db.execute(f"DELETE FROM {table} WHERE {name} = ?", (key,))
+
+    def new_session(self, body: Mapping[str, Any]) -> str:
+        """Its name: a number, so that the same calls after the same start have the same names."""
+        with self.writing():
+            number = self._db.execute("SELECT COALESCE(MAX(number), -1) + 1 FROM sessions").fetchone()[0]
+            name = f"session-{number}"
+            self.put("sessions", id=name, number=number, created=time.time(), ended=0, body=json.dumps(body))
+        return name
+
+    # ---- futures
+
+    def accept(self, owner: str, seq: int, kind: str, body: bytes) -> tuple[Future, bool]:
+        """The call, and whether it is a new one. Raises Conflict."""
+        digest = hashlib.sha256(kind.encode() + b"\0" + body).digest()
+        found = self._db.execute("SELECT * FROM futures WHERE owner = ? AND seq = ?", (owner, seq)).fetchone()
+        if found is not None:
+            if found["digest"] != digest:
+                raise Conflict(f"{owner} has another call {seq}, {found['kind']}")
+            return _future(found), False
+        name = f"{owner}:{seq}"
+        self.put("futures", id=name, owner=owner, seq=seq, kind=kind, digest=digest, body=body, proto=0, failed=0)
+        return Future(name, owner, seq, kind, body), True
+
+    def future(self, name: str) -> Future | None:
+        found = self._db.execute("SELECT * FROM futures WHERE id = ?", (name,)).fetchone()
+        return None if found is None else _future(found)
+
+    def answer(
+        self, future: Future, answer: bytes, *, proto: bool = False, failed: bool = False, versions: str = ""
+    ) -> None:
+        self.set("futures", future.id, answer=answer, proto=proto, failed=failed, versions=versions)
+
+    def unanswered(self, kind: str) -> list[Future]:
+        found = self._db.execute("SELECT * FROM futures WHERE answer IS NULL AND kind = ? ORDER BY rowid", (kind,))
+        return [_future(row) for row in found]
+
+    def next_call(self, owner: str) -> Future | None:
+        """The first call of a model that is not answered, where every one before it is there and answered."""
+        done = self._db.execute(
+            "SELECT COALESCE(MAX(seq), -1) FROM futures WHERE owner = ? AND answer IS NOT NULL", (owner,)
+        ).fetchone()[0]
+        found = self._db.execute(
+            "SELECT * FROM futures WHERE owner = ? AND seq = ? AND answer IS NULL", (owner, done + 1)
+        ).fetchone()
+        return None if found is None else _future(found)
+
+    def waiting(self) -> list[str]:
+        """The models that have calls which are not answered, by the oldest one."""
+        found = self._db.execute(
+            "SELECT owner FROM futures JOIN models ON models.id = owner WHERE answer IS NULL "
+            "GROUP BY owner ORDER BY MIN(futures.rowid)"
+        )
+        return [row["owner"] for row in found]
+
+    def answered_after(self, owner: str, seq: int) -> list[Future]:
+        """The calls of a model that were answered, in order."""
+        found = self._db.execute(
+            "SELECT * FROM futures WHERE owner = ? AND seq > ? AND answer IS NOT NULL ORDER BY seq", (owner, seq)
+        )
+        return [_future(row) for row in found]
+
+    def forget_bodies(self, owner: str, through: int) -> None:
+        """Of a model's calls up to `through`, which a checkpoint has."""
+        self._db.execute("UPDATE futures SET body = x'' WHERE owner = ? AND seq BETWEEN 1 AND ?", (owner, through))
+
+    def forget(self, owner: str) -> None:
+        """All calls of a model or sampling session."""
+        self._db.execute("DELETE FROM futures WHERE owner = ?", (owner,))
+
+
+def _future(row: sqlite3.Row) -> Future:
+    return Future(
+        row["id"], row["owner"], row["seq"], row["kind"], row["body"], row["answer"], bool(row["proto"]),
+        bool(row["failed"]), row["versions"] or "",
+    )  # fmt: skip

@@ -1,0 +1,345 @@
+"""Training runs: the calls of each in the order of their numbers, on a thread of its own, one run at a time.
+
+    a run         trainer, state, the gradient that has added up since the last step
+    in order      call n + 1 begins when n is answered; those that come early wait in the store
+    checkpoint    of the state behind an optimizer's step, once SAVE_SECONDS have passed since the last one. A run that
+                  goes on, after a kill or after another one had the mesh, is that, and the calls behind it once more
+    the mesh      has one run. Another one that is asked for something gets it when the first was idle for IDLE_SECONDS
+
+Answers that are there stay what they are, whatever is computed once more. A step whose gradient is not finite is
+answered with an error, and the run goes on without it.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from scalerl_jax.config import Config, LoraConfig, OptimizerConfig
+from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
+from scalerl_jax.learner.make_trainer import make_trainer
+from scalerl_jax.learner.trainer import Pending, Trainer
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.hf import load_hf
+from scalerl_jax.model.hf_folder import write_model_folder
+from scalerl_jax.tinker import wire
+from scalerl_jax.tinker.store import Future, Store
+from scalerl_jax.tinker.wire import Refused
+
+_log = logging.getLogger(__name__)
+
+SAVE_SECONDS = 60.0
+IDLE_SECONDS = 3.0
+ALPHA = 32.0  # of every adapter, as the protocol has it
+KEPT = 8  # snapshots of a run that have no name
+_ATTENTION, _MLP = "q_proj,k_proj,v_proj,o_proj", "gate_proj,up_proj,down_proj"
+
+
+def targets_of(lora: Mapping[str, Any], decoder: DecoderConfig) -> str:
+    """As config.lora has them. Raises Refused."""
+    attention, mlp = lora.get("train_attn", True), lora.get("train_mlp", True)
+    names = ["all-linear"] if attention and mlp else [_ATTENTION] * attention + [_MLP] * mlp
+    if lora.get("train_unembed", True) and not decoder.tied_embeddings:
+        names.append("lm_head")
+    if not names:
+        raise Refused("lora_config: it trains nothing")
+    return ",".join(names)
+
+
+@dataclasses.dataclass
+class _Run:
+    """The one that has the mesh."""
+
+    id: str
+    trainer: Trainer
+    checkpoints: Checkpoints
+    saved: int  # the number of the call that the newest checkpoint is behind
+    saved_at: float
+    pending: Pending | None = None
+
+
+class Training:
+    """Of one base model. `answered` is called on the thread with each call that has its answer."""
+
+    def __init__(
+        self,
+        config: Config,
+        decoder: DecoderConfig,
+        *,
+        folder: str,
+        longest: int,
+        answered: Callable[[Future], None],
+        fail: Callable[[BaseException], None],
+    ):
+        """longest: tokens of a datum and its last target. fail: told of a fault that is no client's."""
+        self._config, self._decoder, self._folder, self._longest = config, decoder, folder, longest
+        self._answered, self._fail = answered, fail
+        self._something, self._over = threading.Event(), False
+        self._trainers: dict[tuple[int, str, int], Trainer] = {}  # one at the most
+        self._run: _Run | None = None
+        self.holder = ""  # the run that has the mesh
+        self._thread = threading.Thread(target=self._work, name="training", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There is a call."""
+        self._something.set()
+
+    def close(self) -> None:
+        """Ends with the call that is computed, and a checkpoint."""
+        self._over = True
+        self.wake()
+        self._thread.join()
+
+    # ---- the thread
+
+    def _work(self) -> None:
+        try:
+            self._store = Store(self._folder)
+            idle_since = time.monotonic()
+            while not self._over:
+                self._something.clear()
+                future = self._next(time.monotonic() - idle_since)
+                if future is None:
+                    self._something.wait(IDLE_SECONDS / 4)
+                    continue
+                self._answer(future)
+                idle_since = time.monotonic()
+            self._leave()
+            self._store.close()
+        except BaseException as error:  # noqa: BLE001  whatever it is: it is raised where it ends the server
+            self._fail(error)
+
+    def _next(self, idle: float) -> Future | None:
+        """The call that is to be computed now."""
+        waiting = self._store.waiting()
+        run = self._run
+        if run is not None and run.id in waiting and (future := self._store.next_call(run.id)) is not None:
+            return future
+        if run is not None and idle < IDLE_SECONDS:
+            return None
+        for model in waiting:
+            if (future := self._store.next_call(model)) is not None:
+                return future
+        return None
+
+    def _answer(self, future: Future) -> None:
+        try:
+            run = self._taken_up(future.owner)
+            answer, proto = self._compute(run, future)
+        except (ValueError, FloatingPointError) as error:  # the client's
+            if not isinstance(error, Refused):
+                _log.warning("%s call %d, %s: %s", future.owner, future.seq, future.kind, error)
+            failure = {"error": " ".join(str(error).split()), "category": "user"}
+            self._store.answer(future, json.dumps(failure).encode(), failed=True)
+        else:
+            self._store.answer(future, answer if proto else json.dumps(answer).encode(), proto=proto)
+            if future.kind == "optim_step":
+                self._save(run, future.seq)
+        self._answered(future)
+
+    def _compute(self, run: _Run, future: Future) -> tuple[Any, bool]:
+        """(the answer, whether it is protobuf's)"""
+        if future.kind == "forward_backward":
+            return self._forward_backward(run, future.body), True
+        if future.kind == "optim_step":
+            return {"metrics": self._step(run, future)}, False
+        if future.kind == "save_weights":
+            return self._save_weights(run, future), False
+        if future.kind == "save_weights_for_sampler":
+            return self._save_for_sampler(run, future), False
+        path = {"path": future.fields["path"]} if future.kind == "load_weights" else {}
+        if path and future.seq:  # into a run that is there
+            self._load(run, future.fields)
+        return {**path, "model_id": future.owner, "type": future.kind}, False
+
+    # ---- taking up a run
+
+    def _taken_up(self, model: str) -> _Run:
+        """The run, which then has the mesh."""
+        if self._run is not None and self._run.id == model:
+            return self._run
+        self._leave()
+        began = time.monotonic()
+        row = self._store.row("models", model)
+        assert row is not None
+        body = json.loads(row["body"])
+        lora = body.get("lora_config") or {}
+        trainer = self._trainer(row["rank"], targets_of(lora, self._decoder) if row["rank"] else "", row["seed"])
+        checkpoints = Checkpoints(self._place(model, "state"), keep=1)
+        found = trainer.restore(checkpoints, begin=self._begin(trainer))
+        saved = int(found.manifest["call"]) if found is not None else 0
+        run = _Run(model, trainer, checkpoints, saved, time.monotonic())
+        if found is None and "path" in body:
+            self._load(run, body)
+        for future in self._store.answered_after(model, saved):
+            self._again(run, future)
+        self._run, self.holder = run, model
+        _log.info("%s has the mesh, from call %d, in %.1f s", model, saved, time.monotonic() - began)
+        return run
+
+    def _again(self, run: _Run, future: Future) -> None:
+        """What a call that was answered has changed of the state."""
+        if future.kind == "optim_step":
+            pending, run.pending = run.pending, None
+            if not future.failed:
+                run.pending = pending
+                self._step(run, future)
+        elif future.failed:
+            return
+        elif future.kind == "forward_backward":
+            if not wire.parse(future.body).forward_only:
+                self._forward_backward(run, future.body)
+        elif future.kind == "load_weights" and future.seq:
+            self._load(run, future.fields)
+
+    def _trainer(self, rank: int, targets: str, seed: int) -> Trainer:
+        key = (rank, targets, seed if rank else 0)
+        if key not in self._trainers:
+            self._trainers.clear()
+            lora = LoraConfig(rank=rank, alpha=ALPHA, targets=targets) if rank else LoraConfig()
+            config = dataclasses.replace(self._config, lora=lora, seed=seed)
+            self._trainers[key] = make_trainer(config, self._decoder, max_segment=self._longest)
+        return self._trainers[key]
+
+    def _begin(self, trainer: Trainer) -> Callable[[Any], Any]:
+        return lambda dtype: load_hf(self._config.model.path, trainer.mesh, dtype)[1]
+
+    def _load(self, run: _Run, body: Mapping[str, Any]) -> None:
+        """The state that is saved under a path. Raises ValueError where there is none, or of another kind."""
+        row = self._store.row("checkpoints", body["path"])
+        if row is None or row["kind"] != "training" or newest_step(row["folder"]) is None:
+            raise Refused(f"path: {body['path']} is no checkpoint of a training run")
+        there = Checkpoints(row["folder"], keep=1)
+        found = run.trainer.restore(there, begin=self._begin(run.trainer))
+        there.close()
+        assert found is not None
+        run.pending = None
+        if not body["optimizer"]:
+            run.trainer.start(found.state["params"], run.trainer.frozen or None)
+
+    def _leave(self) -> None:
+        """The run that has the mesh is saved where it can be, and gives it back."""
+        run, self._run, self.holder = self._run, None, ""
+        if run is not None:
+            done = max((one.seq for one in self._store.answered_after(run.id, run.saved)), default=run.saved)
+            if run.pending is None and done > run.saved:
+                self._save(run, done, at_once=True)
+            run.checkpoints.close()
+            run.trainer.state = {}
+
+    def _save(self, run: _Run, call: int, *, at_once: bool = False) -> None:
+        if not at_once and time.monotonic() - run.saved_at < SAVE_SECONDS:
+            return
+        run.checkpoints.wait()
+        self._store.forget_bodies(run.id, run.saved)  # of the checkpoint before, which is on the disk
+        self._store.sync()  # no checkpoint is of calls that the store does not know to be answered
+        run.trainer.save(run.checkpoints, call, manifest={"call": call}, arrays={})
+        run.saved, run.saved_at = call, time.monotonic()
+
+    # ---- the calls
+
+    def _forward_backward(self, run: _Run, body: bytes) -> bytes:
+        asked = wire.pass_of(wire.parse(body), vocabulary=self._decoder.vocab_size, longest=self._longest)
+        if asked.forward_only:
+            logprobs = run.trainer.score(asked.segments)
+        else:
+            run.pending = run.trainer.forward_backward(asked.segments, objective=asked.objective, add_to=run.pending)
+            logprobs = run.pending.logprobs()
+        loss = wire.loss_of(asked.segments, logprobs, asked.objective)
+        counted = sum(int(np.count_nonzero(segment.weights)) for segment in asked.segments)
+        return wire.output_of(logprobs, {"loss:sum": loss, "loss_tokens:sum": counted})
+
+    def _step(self, run: _Run, future: Future) -> dict[str, float]:
+        given = future.fields.get("adam_params")
+        if given is None:
+            raise Refused("optim_step: only adam_params are offered")
+        if run.pending is None:
+            raise Refused("optim_step: there is no gradient: forward_backward comes first")
+        optimizer = OptimizerConfig(
+            beta1=given["beta1"], beta2=given["beta2"], epsilon=given["eps"], weight_decay=given["weight_decay"],
+            max_grad_norm=given["grad_clip_norm"],
+        )  # fmt: skip
+        pending, run.pending = run.pending, None
+        try:
+            sums = run.trainer.optim_step(pending, optimizer=optimizer, learning_rate=given["learning_rate"])
+        except FloatingPointError:
+            self._run, self.holder = None, ""  # the state is lost, and made again from the checkpoint
+            run.checkpoints.close()
+            raise
+        return {"grad_norm:mean": sums["gradient_norm"], "micro_batches:sum": float(sums["micro_batches"])}
+
+    def _save_weights(self, run: _Run, future: Future) -> dict[str, Any]:
+        body, path = future.fields, f"tinker://{run.id}/weights/{future.fields['path']}"
+        folder = self._place(run.id, "weights", body["path"])
+        there = self._store.row("checkpoints", path)
+        if there is not None and json.loads(there["body"]).get("call") != future.seq:
+            if not body.get("overwrite"):
+                raise Refused(f"path: {path} is there already")
+            shutil.rmtree(folder, ignore_errors=True)
+        checkpoints = Checkpoints(folder, keep=1)
+        run.trainer.save(checkpoints, max(1, future.seq), manifest={"call": future.seq}, arrays={})
+        checkpoints.close()
+        self._keep(run, path, "training", folder, future)
+        return {"path": path, "type": "save_weights"}
+
+    def _save_for_sampler(self, run: _Run, future: Future) -> dict[str, Any]:
+        body = future.fields
+        name, number = body.get("path"), body.get("sampling_session_seq_id")
+        folder = self._place(run.id, "sampler_weights", name) if name else self._place(run.id, "snapshots", future.seq)
+        write_model_folder(
+            folder, params=run.trainer.policy, decoder=self._decoder, tokenizer_dir=self._config.model.path,
+            dtype=self._config.model.sync_dtype, replace=True,
+        )  # fmt: skip
+        answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
+        if name:
+            path = f"tinker://{run.id}/sampler_weights/{name}"
+            self._keep(run, path, "sampler", folder, future)
+            answer["path"] = path
+        else:
+            row = self._store.row("models", run.id)
+            assert row is not None
+            sampler = f"{row['session']}:sample:{number}"
+            inflight = body.get("kind") == "inflight"
+            with self._store.writing():
+                self._store.put(
+                    "samplers", id=sampler, session=row["session"], model=run.id, folder="" if inflight else folder
+                )
+                if inflight:
+                    self._store.set("models", run.id, inflight=folder)
+            self._drop_snapshots(run.id)
+            answer["sampling_session_id"] = sampler
+        return answer
+
+    def _keep(self, run: _Run, path: str, kind: str, folder: str, future: Future) -> None:
+        size = sum(os.path.getsize(os.path.join(at, file)) for at, _, files in os.walk(folder) for file in files)
+        body, ttl = future.fields, future.fields.get("ttl_seconds")
+        self._store.put(
+            "checkpoints", path=path, model=run.id, kind=kind, folder=folder, created=time.time(), bytes=size,
+            body=json.dumps({"user_metadata": body.get("user_metadata"), "call": future.seq}),
+            expires=time.time() + ttl if ttl else None,
+        )  # fmt: skip
+
+    def _drop_snapshots(self, model: str) -> None:
+        """The oldest ones, which nothing waits for."""
+        folder = self._place(model, "snapshots")
+        there = sorted((int(name) for name in os.listdir(folder) if name.isdigit()), reverse=True)
+        row = self._store.row("models", model)
+        asked = {one.owner for one in self._store.unanswered("asample")}
+        used = {one["folder"] for one in self._store.rows("samplers", model=model) if one["id"] in asked}
+        for number in there[KEPT:]:
+            path = os.path.join(folder, str(number))
+            if row is not None and path != row["inflight"] and path not in used:
+                shutil.rmtree(path)
+
+    def _place(self, model: str, *parts: Any) -> str:
+        return os.path.join(self._folder, "models", model.replace(":", "-"), *map(str, parts))
