@@ -22,23 +22,15 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest, ScoreRequest, Scores
-from scalerl_jax.environments.tokenizer import Tokenizer
-from scalerl_jax.gateway.generators import NoServer
-from scalerl_jax.gateway.generators import Refused as ServerRefused
-from scalerl_jax.gateway.wire import ApiError, Asked, bad, field, number, object_of, read_body, sampling_fields
-from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.rollouts.requests import stable_hash
-from scalerl_jax.tinker import tinker_pb2 as pb
+from scalerl_jax.gateway.wire import ApiError, bad, field, number, object_of, read_body
 from scalerl_jax.tinker import wire
-from scalerl_jax.tinker.samplers import Samplers, Weights
+from scalerl_jax.tinker.sampling import MOST_SAMPLES, Sampling
 from scalerl_jax.tinker.store import Conflict, Future, Store
 from scalerl_jax.tinker.training import Training
 from scalerl_jax.tinker.wire import Refused
@@ -46,8 +38,6 @@ from scalerl_jax.tinker.wire import Refused
 _log = logging.getLogger(__name__)
 
 POLL_SECONDS = 30.0  # that retrieve_future waits, at most; the client gives up after 45
-MOST_SAMPLES = 1024
-MOST_TOP_K = 1024
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _PROTOBUF = "application/x-protobuf"
 _API = "/api/v1"
@@ -59,8 +49,6 @@ class Options:
 
     folder: str  # the base model's
     names: tuple[str, ...]
-    seed: int
-    sampling_seconds: float  # for a request
     token: str = dataclasses.field(default="", repr=False)
 
 
@@ -68,19 +56,18 @@ class Tinker:
     """See the module. It and all of its requests live on one event loop."""
 
     def __init__(
-        self, store: Store, training: Training, samplers: Samplers, *, decoder: DecoderConfig, tokenizer: Tokenizer,
-        capacity: Callable[[], int], options: Options,
+        self, store: Store, training: Training, sampling: Sampling, *, family: str, capacity: Callable[[], int],
+        options: Options,
     ):  # fmt: skip
-        """capacity: tokens of prompt and completion."""
-        self._store, self._training, self._samplers, self._options = store, training, samplers, options
-        self._decoder, self._tokenizer, self._capacity = decoder, tokenizer, capacity
+        """family: of the base model. capacity: tokens of prompt and completion."""
+        self._store, self._training, self._sampling, self._options = store, training, sampling, options
+        self._family, self._capacity = family, capacity
         self._answered: dict[str, asyncio.Event] = {}  # of the calls that somebody waits for
-        self._sampling: dict[str, asyncio.Task[None]] = {}
 
     def begin(self) -> None:
         """Goes on with what is not answered."""
         for future in self._store.unanswered("asample"):
-            self._begin_sampling(future)
+            self._sampling.begin(future)
         self._training.wake()
 
     def app(self) -> Starlette:
@@ -186,7 +173,7 @@ class Tinker:
     async def _get_info(self, request: Request) -> Response:
         model = self._row("models", field(object_of(await read_body(request)), "model_id", str))
         data = {
-            "arch": self._decoder.family,
+            "arch": self._family,
             "model_name": self._options.names[0],
             "tokenizer_id": self._options.folder,
         }
@@ -419,156 +406,9 @@ class Tinker:
         count = number(body, "num_samples", 1, 1, MOST_SAMPLES, whole=True)
         future, new = self._store.accept(sampler, seq, "asample", data)
         if new:
-            self._begin_sampling(future)
+            self._sampling.begin(future)
         sequences = [f"{future.id}:{i}" for i in range(count)]
         return JSONResponse({"request_id": future.id, "sample_sequence_ids": sequences})
-
-    def _begin_sampling(self, future: Future) -> None:
-        task = self._sampling[future.id] = asyncio.create_task(self._sampled(future))
-        task.add_done_callback(lambda _: self._sampling.pop(future.id))
-
-    async def _sampled(self, future: Future) -> None:
-        """Answers a call of asample."""
-        category = "user"
-        try:
-            async with asyncio.timeout(self._options.sampling_seconds):
-                answer, versions = await self._sampled_in_time(future)
-            self._store.answer(future, answer, proto=True, versions=json.dumps(versions))
-        except (ApiError, ServerRefused, ValueError) as error:
-            message = error.message if isinstance(error, ApiError) else str(error)
-        except (NoServer, TimeoutError) as error:
-            category, message = "server", str(error) or f"not sampled within {self._options.sampling_seconds:.0f} s"
-        else:
-            message = ""
-        if message:
-            failure = {"error": " ".join(message.split()), "category": category}
-            self._store.answer(future, json.dumps(failure).encode(), failed=True)
-        self.answered(future)
-
-    async def _sampled_in_time(self, future: Future) -> tuple[bytes, list[Any]]:
-        """(the answer, the versions). Raises what cannot be."""
-        body = future.fields
-        row = self._row("samplers", future.owner)
-        inflight = not row["folder"]
-
-        def weights() -> Weights:
-            if not inflight:
-                return Weights(row["folder"], row["model"])
-            return Weights(self._row("models", row["model"])["inflight"], row["model"])
-
-        prompt, asked = self._prompt(body), _asked(body)
-        capacity = self._capacity() - len(prompt)
-        if capacity < 1:
-            raise Refused(f"prompt: it has {len(prompt)} tokens, and prompt and completion {self._capacity()} at most")
-        stops = asked.stops if isinstance(asked.stops, tuple) else ()
-        sampling = asked.sampling((), capacity=capacity)
-        if (field(body, "sampling_params", dict, {})).get("stop") is None:
-            sampling = dataclasses.replace(sampling, stop_token_ids=tuple(self._tokenizer.stop_ids))
-
-        async def one(i: int) -> tuple[Completion, dict[int, Weights]]:
-            seed = asked.seed if asked.seed is not None else stable_hash("tinker", self._options.seed, future.id)
-            wanted = CompletionRequest(0, stable_hash("sample", seed, i))
-            request = GroupRequest(0, f"{future.id}/{i}", prompt, (wanted,), sampling)
-            return await self._samplers.generate(weights, request, inflight=inflight)
-
-        async def score(tokens: np.ndarray, **more: Any) -> Scores:
-            return await self._samplers.score(
-                weights, ScoreRequest(tokens, **more), vocabulary=self._decoder.vocab_size
-            )
-
-        async with asyncio.TaskGroup() as group:
-            sampled = [group.create_task(one(i)) for i in range(asked.choices)]
-            of_prompt, top, last, targets = self._prompt_scores(body, prompt)
-            scored = group.create_task(score(prompt, **of_prompt)) if of_prompt is not None else None
-        found = [task.result() for task in sampled]
-        completions = [self._cut(completion, stops) for completion, _ in found]
-        k = number(body, "topk_sample_logprobs", 0, 0, MOST_TOP_K, whole=True)
-        tops: list[Scores | None] = [None] * len(completions)
-        if k:
-            tops = [
-                await score(np.concatenate([prompt, one.token_ids]), first=len(prompt), top_k=k) for one in completions
-            ]
-        versions = [
-            [[made[step].model, made[step].folder, start, end] for step, start, end in completion.versions]
-            for completion, (_, made) in zip(completions, found, strict=True)
-        ]
-        prompt_scores = scored.result() if scored is not None else None
-        answer = wire.samples_of(completions, tops, prompt_scores, last=last, top_k=top, targets=targets)
-        return answer, versions
-
-    def _prompt(self, body: Mapping[str, Any]) -> np.ndarray:
-        """[tokens] int32. Raises ApiError, Refused."""
-        chunks = field(field(body, "prompt", dict, {}), "chunks", list, [])
-        tokens: list[int] = []
-        for chunk in chunks:
-            if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
-                raise Refused("prompt: only chunks of encoded_text are offered")
-            tokens += field(chunk, "tokens", list, [])
-        if not tokens:
-            raise Refused("prompt: there is no token")
-        if not all(type(one) is int and 0 <= one < self._decoder.vocab_size for one in tokens):
-            raise Refused(f"prompt: token ids are from 0 to {self._decoder.vocab_size - 1}")
-        return np.asarray(tokens, np.int32)
-
-    def _prompt_scores(
-        self, body: Mapping[str, Any], prompt: np.ndarray
-    ) -> tuple[dict[str, Any] | None, int, int | None, pb.Tensor | None]:
-        """(what is to be scored of the prompt, None: nothing; its top k; of the last how many tokens; the targets)"""
-        top = number(body, "topk_prompt_logprobs", 0, 0, MOST_TOP_K, whole=True)
-        last = number(body, "prompt_logprobs_last_n", None, 1, len(prompt), whole=True)
-        wanted: dict[str, Any] = {"top_k": top} if top or body.get("prompt_logprobs") else {}
-        tensor = field(body, "target_prompt_logprobs", dict)
-        if tensor is None:
-            return wanted or None, top, last, None
-        if tensor.get("sparse_crow_indices") is not None:
-            raise Refused("target_prompt_logprobs: sparse tensors are not offered")
-        shape, data = field(tensor, "shape", list, []), field(tensor, "data", list, [])
-        rows = len(prompt) - 1
-        if len(shape) != 2 or shape[0] != rows or type(shape[1]) is not int or len(data) != rows * shape[1]:
-            raise Refused(f"target_prompt_logprobs: its shape must be [{rows}, k]")
-        vocabulary = self._decoder.vocab_size
-        if not all(type(one) is int and -1 <= one < vocabulary for one in data):
-            raise Refused(f"target_prompt_logprobs: token ids are from 0 to {vocabulary - 1}, and -1 for none")
-        ids = np.full((len(prompt), shape[1]), -1, np.int32)
-        ids[1:] = np.asarray(data, np.int32).reshape(shape)
-        targets = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=shape)
-        return {"top_k": top, "target_ids": ids}, top, last, targets
-
-    def _cut(self, completion: Completion, stops: tuple[str, ...]) -> Completion:
-        """Behind the token that completes the first of the texts that stop it."""
-        if not stops:
-            return completion
-        text, ends = "", []
-        for piece in self._tokenizer.pieces(completion.token_ids.tolist()):
-            text += piece
-            ends.append(len(text))
-        found = min((at + len(stop) for stop in stops if (at := text.find(stop)) >= 0), default=None)
-        if found is None:
-            return completion
-        count = 1 + next(i for i, end in enumerate(ends) if end >= found)
-        return dataclasses.replace(
-            completion, token_ids=completion.token_ids[:count], logprobs=completion.logprobs[:count],
-            versions=tuple((step, start, min(end, count)) for step, start, end in completion.versions if start < count),
-            finish_reason="stop",
-        )  # fmt: skip
-
-
-def _asked(body: Mapping[str, Any]) -> Asked:
-    """How it is sampled. Raises ApiError, Refused."""
-    for name in ("prompt_alt_tokens_k", "record_stability_info"):
-        if body.get(name):
-            raise Refused(f"{name}: is not offered")
-    given = dict(field(body, "sampling_params", dict, {}))
-    stop = given.pop("stop", None)
-    ids: tuple[int, ...] = ()
-    if isinstance(stop, list) and stop and all(type(one) is int for one in stop):
-        ids, stop = tuple(stop), None
-    return Asked(
-        choices=number(body, "num_samples", 1, 1, MOST_SAMPLES, whole=True),
-        max_tokens=number(given, "max_tokens", None, 1, 2**31 - 1, whole=True),
-        stop_token_ids=ids,
-        **sampling_fields({**given, "stop": stop}),
-    )
 
 
 def _hash(text: str) -> bytes:

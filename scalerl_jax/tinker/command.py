@@ -88,6 +88,7 @@ async def _serve(
 ) -> None:  # fmt: skip
     from scalerl_jax.tinker.app import Options, Tinker
     from scalerl_jax.tinker.samplers import Samplers
+    from scalerl_jax.tinker.sampling import Sampling
     from scalerl_jax.tinker.store import Future, Store
     from scalerl_jax.tinker.training import Training
 
@@ -110,12 +111,17 @@ async def _serve(
         answered=answered, fail=fail,
     )  # fmt: skip
     names = tuple(FLAGS.names) or (os.path.basename(config.model.path),)
-    options = Options(config.model.path, names, config.seed, FLAGS.request_seconds, token)
+    options = Options(config.model.path, names, token)
     store = Store(FLAGS.workdir)
-    tinker = Tinker(
-        store, training, samplers, decoder=decoder, tokenizer=tokenizer,
-        capacity=lambda: min(longest, generators.maximum_tokens or longest), options=options,
+
+    def capacity() -> int:
+        return min(longest, generators.maximum_tokens or longest)
+
+    sampling = Sampling(
+        store, samplers, vocabulary=decoder.vocab_size, tokenizer=tokenizer, capacity=capacity, seed=config.seed,
+        seconds=FLAGS.request_seconds, answered=lambda future: tinker.answered(future), fail=fail,
     )  # fmt: skip
+    tinker = Tinker(store, training, sampling, family=decoder.family, capacity=capacity, options=options)
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(generators.run())]
     try:
         await generators.ready(config.fleet.connect_seconds)

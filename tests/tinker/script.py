@@ -55,7 +55,7 @@ def run(url: str) -> list[Any]:
         passed, stepped = client.forward_backward(data, "cross_entropy"), client.optim_step(ADAM)
         found += [passed.result().metrics, logprobs(passed.result()), stepped.result().metrics]
     for step in range(2):
-        sampler = client.save_weights_and_get_sampling_client()
+        sampler = client.save_weights_and_get_sampling_client().result()
         settings = types.SamplingParams(max_tokens=6, temperature=1.0, seed=step)
         response = sampler.sample(types.ModelInput.from_ints(PROMPT), 4, settings).result()
         tokens = [(list(one.tokens), [float(p) for p in one.logprobs]) for one in response.sequences]

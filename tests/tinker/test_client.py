@@ -1,0 +1,203 @@
+"""Tinker's own client against a server of a toy model. About 40 s of CPU, most of it compilation."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.gateway.chat_model import VOCABULARY
+from tests.tinker.served import LONGEST, model_folder, rollout_server, tinker_server
+
+pytestmark = pytest.mark.slow
+tinker = pytest.importorskip("tinker")
+types = tinker.types
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("tinker")
+    model = model_folder(folder / "model")
+    (folder / "work").mkdir()
+    with rollout_server(folder, model) as address:
+        server = tinker_server(folder / "work", model, address)
+        try:
+            yield f"http://{server.wait().address}"
+        finally:
+            server.close()
+
+
+@pytest.fixture(scope="module")
+def service(url: str) -> Iterator[Any]:
+    client = tinker.ServiceClient(base_url=url, api_key="tml-x")
+    yield client
+    client.close("success")
+
+
+def trained(service: Any, rank: int = 0) -> Any:
+    return service.create_lora_training_client(base_model="model", rank=rank).result()
+
+
+def supervised(tokens: list[int]) -> Any:
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)},
+    )
+
+
+DATA = [[5, 6, 7, 8, 9], [5, 6, 8, 8], [1, 2, 3]]
+ADAM = types.AdamParams(learning_rate=1e-2)
+
+
+def logprobs(client: Any) -> list[float]:
+    found = client.forward([supervised(tokens) for tokens in DATA], "cross_entropy").result()
+    return [float(p) for one in found.loss_fn_outputs for p in one["logprobs"].tolist()]
+
+
+def test_gradients_add_up_and_a_forward_pass_leaves_them_alone(service: Any) -> None:
+    whole, parts = trained(service), trained(service)
+    whole.forward_backward([supervised(tokens) for tokens in DATA], "cross_entropy")
+    one = whole.optim_step(ADAM).result().metrics
+    for tokens in DATA:
+        parts.forward_backward([supervised(tokens)], "cross_entropy")
+        parts.forward([supervised([9, 9, 9])], "cross_entropy")
+    other = parts.optim_step(ADAM).result().metrics
+    assert other["grad_norm:mean"] == pytest.approx(one["grad_norm:mean"], rel=1e-5)
+    np.testing.assert_allclose(logprobs(parts), logprobs(whole), atol=1e-4)
+
+
+def test_a_custom_loss_of_the_client_is_differentiated(service: Any) -> None:
+    """sum of logp^2 / 2: its gradient by each logp is logp."""
+    torch = pytest.importorskip("torch")
+    mine, theirs = trained(service), trained(service)
+
+    def loss(data: Any, found: Any) -> Any:
+        return sum((one**2).sum() / 2 for one in found), {"half:sum": 0.5}
+
+    result = mine.forward_backward_custom([supervised(tokens) for tokens in DATA], loss).result()
+    assert result.metrics["half:sum"] == 0.5
+    first, data = iter(logprobs(theirs)), []
+    for tokens in DATA:
+        weights = -np.array([next(first) for _ in tokens[1:]], np.float32)
+        data.append(supervised(tokens))
+        data[-1].loss_fn_inputs["weights"] = types.TensorData.from_torch(torch.from_numpy(weights))
+    theirs.forward_backward(data, "cross_entropy").result()
+    steps = [client.optim_step(ADAM).result().metrics for client in (mine, theirs)]
+    assert steps[0] == pytest.approx(steps[1], rel=1e-5)
+
+
+def test_an_adapter_trains_and_goes_on_from_its_checkpoint(service: Any) -> None:
+    client = trained(service, rank=2)
+    info = client.get_info()
+    assert info.is_lora and info.lora_rank == 2
+    before = sum(logprobs(client))
+    for _ in range(3):
+        client.forward_backward([supervised(tokens) for tokens in DATA], "cross_entropy")
+        client.optim_step(ADAM).result()
+    assert sum(logprobs(client)) > before + 1
+    saved = client.save_state("adapter").result().path
+    again = service.create_training_client_from_state_with_optimizer(saved).result()
+    assert logprobs(again) == logprobs(client)
+    with pytest.raises(tinker.RequestFailedError, match="is there already"):
+        client.save_state("adapter").result()
+
+
+def test_what_is_sampled_is_the_policys(service: Any, url: str) -> None:
+    client = trained(service)
+    client.forward_backward([supervised(tokens) for tokens in DATA], "cross_entropy")
+    client.optim_step(ADAM).result()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    settings = types.SamplingParams(max_tokens=8, seed=3, stop=[])
+    found = sampler.sample(types.ModelInput.from_ints(PROMPT), 3, settings, topk_prompt_logprobs=4).result()
+    assert [one.stop_reason for one in found.sequences] == ["length"] * 3
+    tokens = [[int(token) for token in one.tokens] for one in found.sequences]
+    assert len({tuple(one) for one in tokens}) > 1
+    again = sampler.sample(types.ModelInput.from_ints(PROMPT), 3, settings).result()
+    assert [[int(token) for token in one.tokens] for one in again.sequences] == tokens
+    for one, ids in zip(found.sequences, tokens, strict=True):
+        scored = sampler.compute_logprobs(types.ModelInput.from_ints([*PROMPT, *ids])).result()
+        np.testing.assert_allclose(scored[len(PROMPT) :], [float(p) for p in one.logprobs], atol=1e-4)
+        passed = client.forward([supervised([*PROMPT, *ids])], "cross_entropy").result()
+        np.testing.assert_allclose(passed.loss_fn_outputs[0]["logprobs"].tolist(), scored[1:], atol=1e-4)
+    # A text that stops it is part of what is sampled, and nothing behind it.
+    stops = types.SamplingParams(max_tokens=8, seed=3, stop=tokens[0][:1])
+    assert [
+        int(t) for t in sampler.sample(types.ModelInput.from_ints(PROMPT), 1, stops).result().sequences[0].tokens
+    ] == tokens[0][:1]
+    versions = httpx.get(f"{url}/api/v1/futures/{_request_of(found)}/versions").json()["versions"]
+    assert [[span[0], span[2:]] for span in versions[0]] == [[client.model_id, [0, 8]]]
+
+
+def _request_of(found: Any) -> str:
+    return found.sequences[0].sequence_id.rpartition(":")[0]
+
+
+def test_targets_are_scored_by_the_sampling_client(service: Any) -> None:
+    sampler = service.create_sampling_client(base_model="model").result()
+    prompt = types.ModelInput.from_ints([*PROMPT, 8])
+    targets = types.TensorData(data=[6, 9, 7, -1, 8, 3], dtype="int64", shape=[3, 2])
+    found = sampler.sample(
+        prompt, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True, target_prompt_logprobs=targets
+    ).result()
+    scored = np.array(found.target_prompt_logprobs.data).reshape(3, 2)
+    np.testing.assert_allclose(scored[:, 0], found.prompt_logprobs[1:], atol=1e-6)
+    assert scored[1, 1] == 0 and scored[0, 1] < 0
+
+
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    [
+        (lambda client: client.optim_step(ADAM), "there is no gradient"),
+        (lambda client: client.forward_backward([supervised([1, 2])], "dro"), "'dro' is not offered"),
+        (
+            lambda client: client.forward_backward([supervised([1] * (LONGEST + 1))], "cross_entropy"),
+            f"at most {LONGEST - 1} are offered",
+        ),
+        (
+            lambda client: client.forward_backward([supervised([1, VOCABULARY])], "cross_entropy"),
+            "token ids are from 0",
+        ),
+    ],
+)
+def test_what_is_refused_is_raised_by_name_and_the_run_goes_on(service: Any, ask: Any, told: str) -> None:
+    client = trained(service)
+    before = logprobs(client)
+    with pytest.raises(tinker.RequestFailedError, match=told):
+        ask(client).result()
+    assert logprobs(client) == before
+
+
+def test_a_call_that_comes_again_is_the_same_call(url: str) -> None:
+    with httpx.Client(base_url=f"{url}/api/v1", timeout=60) as http:
+
+        def post(route: str, **body: Any) -> httpx.Response:
+            return http.post(route, json=body)
+
+        session = post("/create_session", tags=[], user_metadata=None, sdk_version="0").json()["session_id"]
+        made = post("/create_model", session_id=session, model_seq_id=0, base_model="model", lora_config={"rank": 0})
+        model = made.json()["model_id"]
+        adam = ADAM.model_dump() if hasattr(ADAM, "model_dump") else dict(ADAM)
+        # The second call comes first, and waits.
+        second = post("/optim_step", model_id=model, seq_id=2, adam_params=adam)
+        assert second.status_code == 200
+        assert post("/optim_step", model_id=model, seq_id=2, adam_params=adam).json() == second.json()
+        other = {**adam, "learning_rate": 1.0}
+        assert post("/optim_step", model_id=model, seq_id=2, adam_params=other).status_code == 409
+        body = {"model_id": model, "seq_id": 1, "path": "first"}
+        first = post("/save_weights", **body)
+        for answer in (first, second):
+            found = post("/retrieve_future", request_id=answer.json()["request_id"])
+            assert found.status_code == 200
+        assert "there is no gradient" in found.json()["error"] and found.json()["category"] == "user"
+        assert post("/retrieve_future", request_id="nothing:7").status_code == 410
+        assert post("/optim_step", model_id="nothing", seq_id=1, adam_params=adam).status_code == 404
+        assert post("/save_weights", **(body | {"path": "../up", "seq_id": 3})).status_code == 400
+        assert post("/create_model", session_id=session, model_seq_id=1, base_model="other").status_code == 400
+        assert [
+            one["tinker_path"] for one in http.get(f"/training_runs/{model}/checkpoints").json()["checkpoints"]
+        ] == [f"tinker://{model}/weights/first"]
+        assert http.post(f"/sessions/{session}/finish").status_code == 200
+        assert post("/session_heartbeat", session_id=session).status_code == 410
