@@ -20,6 +20,7 @@ LENGTHS = [[40, 23, 9], [70, 2]]
 ROW = 80  # with padding in both rows
 LATE = 20_000  # where one of the segments begins: an angle that is off by little a position shows there
 CLOSE = 1e-4
+MARKED = [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 
 def model_of(config: DecoderConfig, seed: int = 0) -> Any:
@@ -65,7 +66,7 @@ def test_the_config_that_transformers_writes_is_ours(case: str, folder: pathlib.
     assert config.canonical_json() == decoder(case).canonical_json()
 
 
-@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize("case", MARKED)
 def test_packed_rows_have_the_logits_and_gradients_of_separate_sequences(case: str, folder: pathlib.Path) -> None:
     model, config, params = loaded(case, folder)
     tokens, positions, segment_ids = rows(config)

@@ -55,6 +55,11 @@ def test_every_import_of_the_gateway_is_declared() -> None:
     assert {"starlette", "uvicorn"} <= gateway - {"jax"} <= declared("gateway")
 
 
+def test_every_import_of_the_tinker_server_is_declared() -> None:
+    found = needed(*(m for m in modules() if m.startswith("scalerl_jax.tinker")))
+    assert {"starlette", "uvicorn", "jax"} <= found <= declared("tinker")
+
+
 def test_every_import_of_the_fitter_is_declared() -> None:
     assert needed(
         "scalerl_jax.scaling.commands.scalerl_fit", "scalerl_jax.scaling.commands.scalerl_compare"

@@ -24,6 +24,7 @@ from tests.support.waiting import SECONDS, eventually
 LENGTH = 48
 PROMPT = np.array([5, 11, 2, 40, 7, 7, 19])
 PRECISION = Precision()
+MARKED = [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 
 def run(pool, weights, requests, *, ahead=0, steps=None, counters=None):
@@ -98,7 +99,7 @@ def test_logprobs_equal_the_trainers(kind, tied):
         np.testing.assert_allclose(one.logprobs, reference, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize("case", MARKED)
 def test_every_family_decodes_what_its_forward_pass_computes(case):
     config = decoder(case)
     prompt = np.random.default_rng(1).integers(0, config.vocab_size, 11)
