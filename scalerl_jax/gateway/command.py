@@ -165,10 +165,15 @@ async def serve_http(
 ) -> None:
     from scalerl_jax.gateway.app import Gateway, Options
 
-    folder = os.path.basename(os.path.abspath(FLAGS.model))
-    names = (folder, "*") if FLAGS.names == ["*"] else tuple(FLAGS.names) or (folder,)
+    names = names_of_model()
     options = Options(names, token, FLAGS.request_seconds)
     await serve_app(listening, Gateway(chat, generators, sessions, options).app(), what=names[0])
+
+
+def names_of_model() -> tuple[str, ...]:
+    """By which clients may ask for it, the first is its own; "*": by any."""
+    folder = os.path.basename(os.path.abspath(FLAGS.model))
+    return (folder, "*") if FLAGS.names == ["*"] else tuple(FLAGS.names) or (folder,)
 
 
 async def serve_app(listening: socket.socket, app: Any, *, what: str) -> None:

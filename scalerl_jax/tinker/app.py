@@ -45,7 +45,7 @@ _API = "/api/v1"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """names: that the base model may be asked for by, the first is its own. token: of the key; "": any."""
+    """names: that the base model may be asked for by, the first is its own; "*": any. token: of the key; "": any."""
 
     folder: str  # the base model's
     names: tuple[str, ...]
@@ -152,6 +152,7 @@ class Tinker:
         models = [
             {"model_name": name, "max_context_length": longest, "trainable": True, "sampleable": True}
             for name in self._options.names
+            if name != "*"
         ]
         return JSONResponse({"supported_models": models})
 
@@ -281,7 +282,8 @@ class Tinker:
         return row
 
     def _check_base(self, name: str | None) -> None:
-        if name not in (*self._options.names, self._options.folder):
+        names = self._options.names
+        if name is None or (name not in (*names, self._options.folder) and "*" not in names):
             raise Refused(f"base_model: {name!r} is not served; there is {self._options.names[0]}")
 
     # ---- later

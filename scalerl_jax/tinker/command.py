@@ -26,7 +26,7 @@ from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.config import Config
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments.tokenizer import Tokenizer
-from scalerl_jax.gateway.command import access, listening_socket, serve_app, servers
+from scalerl_jax.gateway.command import access, listening_socket, names_of_model, serve_app, servers
 from scalerl_jax.gateway.generators import Generators, NoServer
 from scalerl_jax.gateway.server import check_installed
 from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_config
@@ -110,7 +110,7 @@ async def _serve(
         config, decoder, folder=FLAGS.workdir, longest=longest,
         answered=answered, fail=fail,
     )  # fmt: skip
-    names = tuple(FLAGS.names) or (os.path.basename(config.model.path),)
+    names = names_of_model()
     options = Options(config.model.path, names, token)
     store = Store(FLAGS.workdir)
 

@@ -51,8 +51,9 @@ class Weights:
 class _Wait:
     """A call that has no server yet."""
 
-    weights: Weights
+    wanted: Callable[[], Weights]  # which may be others by now, where it is in flight
     inflight: bool
+    weights: Weights
     granted: "asyncio.Future[_Held]"
     since: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -68,6 +69,7 @@ class _Held:
     since: float = 0.0
     pinned: int = 0  # calls, each by these weights alone
     following: int = 0  # calls that go on with newer ones
+    newest: Callable[[], Weights] | None = None  # those that they are to go on with
     coming: Weights | None = None  # what it is to hold next
     pushing: "asyncio.Task[None] | None" = None
 
@@ -75,10 +77,15 @@ class _Held:
     def calls(self) -> int:
         return self.pinned + self.following
 
-    @property
-    def free(self) -> bool:
+    def takes(self, wait: _Wait) -> bool:
+        """Whether it may be asked now."""
         status = self.server.status
-        return self.coming is None and status is not None and self.calls < status.slots + 2
+        if self.weights is None or status is None or self.calls >= status.slots + 2:
+            return False
+        if self.coming is None:
+            return self.weights == wait.weights
+        swapped = wait.inflight and self.coming == wait.weights and self.weights.model == self.coming.model
+        return swapped and not self.pinned  # the newer ones are swapped in while it samples
 
 
 class Samplers:
@@ -113,7 +120,7 @@ class Samplers:
         """
         why = "no server is there"
         for _ in range(MOST_TRIES):
-            async with self._on(weights(), inflight=inflight) as held:
+            async with self._on(weights, inflight=inflight) as held:
                 step = held.step
                 asked = dataclasses.replace(
                     request, incarnation=self._incarnation.value, minimum_step=step,
@@ -132,7 +139,7 @@ class Samplers:
         """Raises as generate."""
         why = "no server is there"
         for _ in range(MOST_TRIES):
-            async with self._scoring, self._on(weights(), inflight=False) as held:
+            async with self._scoring, self._on(weights, inflight=False) as held:
                 server, wanted = held.server, Version(self._incarnation.value, held.step)
                 try:
                     reply = await server.stub.Score(codec.score_request_to_proto(request), timeout=self._score_seconds)
@@ -151,9 +158,9 @@ class Samplers:
         raise NoServer(why)
 
     @contextlib.asynccontextmanager
-    async def _on(self, weights: Weights, *, inflight: bool) -> AsyncGenerator[_Held]:
+    async def _on(self, wanted: Callable[[], Weights], *, inflight: bool) -> AsyncGenerator[_Held]:
         """A server that holds the weights, as long as the block lasts."""
-        wait = _Wait(weights, inflight, asyncio.get_running_loop().create_future())
+        wait = _Wait(wanted, inflight, wanted(), asyncio.get_running_loop().create_future())
         self._waiting.append(wait)
         self._dispatch()
         try:
@@ -185,15 +192,25 @@ class Samplers:
             assert held.server.status is not None
             if held.pushing is None and held.process != held.server.status.server_id:  # another process, or a new one
                 held.weights = None
+        newest: dict[str, Weights] = {}  # of runs
+        for held in there:
+            if held.following and held.newest is not None and held.weights is not None:
+                model = held.weights.model
+                newest[model] = newest.get(model) or held.newest()
+                if held.coming is None and newest[model] != held.weights:
+                    held.coming = newest[model]
+        for wait in self._waiting:
+            if wait.inflight:
+                model = wait.weights.model
+                wait.weights = newest[model] = newest.get(model) or wait.wanted()
         for wait in list(self._waiting):
             if wait.granted.done():  # cancelled
                 self._waiting.remove(wait)
                 continue
-            free = [held for held in there if held.weights == wait.weights and held.free]
-            if free:
-                held = min(free, key=lambda held: held.calls)
+            if takers := [held for held in there if held.takes(wait)]:
+                held = min(takers, key=lambda held: held.calls)
                 if wait.inflight:
-                    held.following += 1
+                    held.following, held.newest = held.following + 1, wait.wanted
                 else:
                     held.pinned += 1
                 self._waiting.remove(wait)
@@ -236,6 +253,7 @@ class Samplers:
             self._incarnation.settle()
             tensors = await asyncio.to_thread(self._tensors, weights)
             self._step += 1
+            self.weights_of_step[self._step] = weights  # before a token is by them
             version = Version(self._incarnation.value, self._step)
             payload = payload_lib.dense(version, tensors, {}, chunk_bytes=self._chunk_bytes)
             await Push(server.stub.PushWeights(), payload).run(server_id=process, timeout=self._push_seconds)
@@ -249,7 +267,6 @@ class Samplers:
                 wait.granted.set_exception(ValueError(f"its weights cannot be read: {error}"))
         else:
             held.process, held.weights, held.step = process, weights, version.step
-            self.weights_of_step[version.step] = weights
             self._turn = max(TURN_SECONDS, TURN_PUSHES * (time.monotonic() - began))
         held.since, held.coming, held.pushing = time.monotonic(), None, None
         if why:

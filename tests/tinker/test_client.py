@@ -135,6 +135,20 @@ def _request_of(found: Any) -> str:
     return found.sequences[0].sequence_id.rpartition(":")[0]
 
 
+def test_a_sampling_client_in_flight_follows_its_run(service: Any, url: str) -> None:
+    client = trained(service)
+    used, samplers = [], []
+    for _ in range(2):
+        client.forward_backward([supervised(tokens) for tokens in DATA], "cross_entropy")
+        client.optim_step(ADAM).result()
+        samplers.append(client.save_weights_and_get_sampling_client(kind="inflight").result())
+        settings = types.SamplingParams(max_tokens=4, stop=[])
+        found = samplers[0].sample(types.ModelInput.from_ints(PROMPT), 1, settings).result()
+        versions = httpx.get(f"{url}/api/v1/futures/{_request_of(found)}/versions").json()["versions"]
+        used.append({folder for _, folder, _, _ in versions[0]})
+    assert len(used[0]) == len(used[1]) == 1 and used[0] != used[1]
+
+
 def test_targets_are_scored_by_the_sampling_client(service: Any) -> None:
     sampler = service.create_sampling_client(base_model="model").result()
     prompt = types.ModelInput.from_ints([*PROMPT, 8])
