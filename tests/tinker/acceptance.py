@@ -74,7 +74,7 @@ def has(key: str, steps: int) -> Callable[[Metrics], None]:
 
 
 def _math_rl(steps: int, *more: str) -> tuple[str, ...]:
-    size = ("groups_per_batch=16", "group_size=8", "max_tokens=12", "learning_rate=1e-3", "lora_rank=8")
+    size = ("groups_per_batch=16", "group_size=8", "max_tokens=12", "learning_rate=4e-3", "lora_rank=8")
     return ("env=arithmetic", "loss_fn=importance_sampling", *size, f"max_steps={steps}", "eval_every=0", *more)
 
 
