@@ -91,6 +91,7 @@ EXTRAS = {
         "pytest>=9.0",
         "pytest-timeout>=2.4",
         "ruff>=0.14",
+        "tinker>=0.38",  # the client of scalerl-tinker
         "torch>=2.8",  # the independent reference of the model tests; nothing outside tests/ imports it
         "uv>=0.8",
     ],

@@ -1,0 +1,170 @@
+"""What a client sends, as segments and objectives, against the formulas that the protocol states. 2 s of CPU."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scalerl_jax.learner.packing import Segment
+from scalerl_jax.tinker import tinker_pb2 as pb
+from scalerl_jax.tinker import wire
+from scalerl_jax.tinker.wire import Refused
+
+VOCABULARY, LONGEST = 50, 16
+FIELDS = {  # of the client's own messages: an update of it must not move them
+    "ForwardBackwardRequest": [
+        ("model_id", 1), ("seq_id", 2), ("data", 3), ("loss_fn", 4), ("loss_fn_config", 5), ("forward_only", 6),
+        ("loss_fn_config_v2", 7),
+    ],
+    "Datum": [("model_input", 1), ("loss_fn_inputs", 2)],
+    "Chunk": [("encoded_text", 1), ("image", 2), ("dmel", 3)],
+    "EncodedTextChunk": [("tokens", 1)],
+    "Tensor": [("dense", 1), ("sparse_csr", 2), ("dtype", 3), ("shape", 4)],
+    "ForwardBackwardOutput": [("loss_fn_output_type", 1), ("loss_fn_outputs", 2), ("metrics", 3)],
+    "ArrayRecord": [("type_tag", 1), ("fields", 2), ("num_datums", 3)],
+    "BatchedTensor": [("data", 1), ("offsets", 2), ("dtype", 3), ("trailing_shape", 4)],
+    "SampleResponse": [
+        ("sequences", 1), ("prompt_logprobs", 2), ("topk_prompt_logprobs", 3), ("prompt_cache_hit_tokens", 4),
+        ("target_prompt_logprobs", 5),
+    ],
+    "SampledSequence": [("stop_reason", 1), ("tokens", 2), ("logprobs", 3), ("topk_sampled_logprobs", 4)],
+    "TopkLogprobs": [("token_ids", 1), ("logprobs", 2), ("k", 3), ("length", 4)],
+}  # fmt: skip
+
+
+def tensor(values: Any, dtype: Any = np.float32) -> pb.Tensor:
+    array = np.asarray(values, dtype)
+    kind = {np.float32: pb.DTYPE_FLOAT32, np.int64: pb.DTYPE_INT64}[dtype]
+    return pb.Tensor(dense=array.tobytes(), dtype=kind, shape=array.shape)
+
+
+def datum(tokens: list[int], **inputs: Any) -> pb.Datum:
+    out = pb.Datum()
+    out.model_input.add().encoded_text.tokens = np.asarray(tokens[:-1], np.int32).tobytes()
+    out.loss_fn_inputs["target_tokens"].CopyFrom(tensor(tokens[1:], np.int64))
+    for name, values in inputs.items():
+        out.loss_fn_inputs[name].CopyFrom(tensor(values))
+    return out
+
+
+def request(loss: str, *data: pb.Datum, **thresholds: float) -> pb.ForwardBackwardRequest:
+    return pb.ForwardBackwardRequest(model_id="m", seq_id=1, data=data, loss_fn=loss, loss_fn_config=thresholds)
+
+
+def read(asked: pb.ForwardBackwardRequest) -> wire.Pass:
+    return wire.pass_of(wire.parse(asked.SerializeToString()), vocabulary=VOCABULARY, longest=LONGEST)
+
+
+TOKENS = [[1, 2, 3, 4, 5], [9, 8, 7]]
+BEFORE = [[-1.0, -2.0, -0.5, -3.0], [-1.5, -0.2]]
+AFTER = [[-1.2, -1.0, -0.4, -5.0], [-1.0, -0.9]]
+ADVANTAGES = [[0.0, 1.5, -2.0, 0.7], [-0.5, 1.0]]
+
+
+def rl(loss: str, **thresholds: float) -> wire.Pass:
+    data = [datum(t, logprobs=b, advantages=a) for t, b, a in zip(TOKENS, BEFORE, ADVANTAGES, strict=True)]
+    return read(request(loss, *data, **thresholds))
+
+
+def loss_of(found: wire.Pass) -> float:
+    after = [np.asarray([0.0, *row], np.float32) for row in AFTER]
+    return wire.loss_of(found.segments, after, found.objective)
+
+
+def expected(loss: str, low: float, high: float) -> float:
+    total = 0.0
+    for before, after, advantages in zip(BEFORE, AFTER, ADVANTAGES, strict=True):
+        log_r, a = np.asarray(after) - np.asarray(before), np.asarray(advantages)
+        r = np.exp(log_r)
+        if loss == "gspo":
+            r = np.full(len(a), np.exp(log_r[a != 0].mean()))
+        if loss == "cispo":
+            total -= float(np.sum(np.clip(r, low, high) * np.asarray(after) * a))
+        else:
+            total -= float(np.sum(np.minimum(r * a, np.clip(r, low, high) * a)))
+    return total
+
+
+@pytest.mark.parametrize(
+    ("loss", "thresholds", "bounds"),
+    [
+        ("importance_sampling", {}, (0, np.inf)),
+        ("ppo", {}, (0.8, 1.2)),
+        ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}, (0.5, 2.0)),
+        ("cispo", {}, (0, 4)),
+        ("cispo", {"clip_high_threshold": 1.3}, (0, 1.3)),
+        ("gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}, (0.9, 1.05)),
+    ],
+)
+def test_a_loss_is_the_protocols_formula(loss: str, thresholds: Any, bounds: Any) -> None:
+    assert loss_of(rl(loss, **thresholds)) == pytest.approx(expected(loss, *bounds), rel=1e-5)
+
+
+def test_cross_entropy_takes_weights_of_either_sign() -> None:
+    weights = [[0.0, 1.0, -0.5, 2.0], [1.0, 0.0]]
+    found = read(request("cross_entropy", *(datum(t, weights=w) for t, w in zip(TOKENS, weights, strict=True))))
+    wanted = -sum(float(np.dot(w, after)) for w, after in zip(weights, AFTER, strict=True))
+    assert loss_of(found) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_datum_is_a_segment_of_its_inputs_and_last_target() -> None:
+    first: Segment = rl("ppo").segments[0]
+    assert first.tokens.tolist() == TOKENS[0] and first.weights.tolist() == [0, 0, 1, 1, 1]
+    np.testing.assert_allclose(first.generator_logprobs[1:], BEFORE[0])
+
+
+GOOD = {"logprobs": BEFORE[1], "advantages": ADVANTAGES[1]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (request("dro", datum(TOKENS[1], **GOOD)), "'dro' is not offered"),
+        (request("ppa", datum(TOKENS[1], **GOOD)), "'ppa' is not known"),
+        (request("ppo"), "data: there is none"),
+        (request("ppo", datum(TOKENS[1], **GOOD), beta=1.0), "ppo has no beta"),
+        (request("ppo", datum(TOKENS[1], **GOOD), clip_low_threshold=1.5), "must be around 1"),
+        (request("cispo", datum(TOKENS[1], **GOOD), clip_low_threshold=0.5), "of cispo only 0 is offered"),
+        (request("ppo", datum(TOKENS[1], advantages=[1, 1])), r"data\[0\].loss_fn_inputs: ppo needs logprobs"),
+        (request("ppo", datum(TOKENS[1], **GOOD, weights=[1, 1])), "does not take weights"),
+        (request("ppo", datum(TOKENS[1], **(GOOD | {"advantages": [1]}))), "must be \\[2\\], a number for each token"),
+        (request("ppo", datum(TOKENS[1], **(GOOD | {"advantages": [1, np.nan]}))), "some are not finite"),
+        (request("ppo", datum([1, VOCABULARY, 2], **GOOD)), "token ids are from 0 to 49"),
+        (request("cross_entropy", datum(list(range(20)), weights=[1.0] * 19)), "at most 15 are offered"),
+        (
+            request("gspo", datum(TOKENS[1], **GOOD, sequence_ratio_mask=[0, 1])),
+            "leaves out tokens that have an advantage",
+        ),
+    ],
+)
+def test_what_is_refused_is_named(asked: pb.ForwardBackwardRequest, told: str) -> None:
+    with pytest.raises(Refused, match=told):
+        read(asked)
+
+
+def test_targets_that_do_not_follow_are_refused() -> None:
+    other = datum(TOKENS[0], weights=[1.0] * 4)
+    other.loss_fn_inputs["target_tokens"].CopyFrom(tensor([2, 3, 9, 5], np.int64))
+    with pytest.raises(Refused, match="only the tokens that follow"):
+        read(request("cross_entropy", other))
+
+
+def test_answers_are_cut_by_datum() -> None:
+    arrays = [np.arange(3, dtype=np.float32), np.arange(5, dtype=np.float32)]
+    output = pb.ForwardBackwardOutput.FromString(wire.output_of(arrays, {"loss:sum": 1.5}))
+    field = output.loss_fn_outputs[0].fields["logprobs"]
+    offsets = np.frombuffer(field.offsets, np.int64)
+    parts = [np.frombuffer(field.data[a:b], np.float32).tolist() for a, b in itertools.pairwise(offsets)]
+    assert parts == [[1, 2], [1, 2, 3, 4]] and dict(output.metrics) == {"loss:sum": 1.5}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_numbers_of_fields_are_the_clients(name: str) -> None:
+    assert [(field.name, field.number) for field in getattr(pb, name).DESCRIPTOR.fields] == FIELDS[name]
+
+
+def test_the_client_has_these_numbers() -> None:
+    proto = pytest.importorskip("tinker.proto.tinker_public_pb2")
+    for name, fields in FIELDS.items():
+        assert set(fields) <= {(field.name, field.number) for field in getattr(proto, name).DESCRIPTOR.fields}, name
