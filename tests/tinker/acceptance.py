@@ -3,7 +3,7 @@
     python -m tests.tinker.acceptance NAME... --url=http://127.0.0.1:8000 --model=DIR --folder=DIR [--python=PYTHON]
 
 NAME is a row of PROGRAMS. The server must have been started with --names=Qwen/Qwen3.5-9B-Base, which is what the
-programs call the model, and --maximum_tokens=1024 or more. PYTHON has tinker-cookbook; by default it is this one.
+programs call the model, and --maximum_tokens=2048 or more. PYTHON has tinker-cookbook; by default it is this one.
 
 The programs run in --folder, where Qwen/Qwen3.5-9B-Base is a link to the model's folder, for its tokenizer, and each
 data set that they load by name is a folder of that name: both libraries take a folder before they ask the network.
@@ -25,6 +25,14 @@ from collections.abc import Callable
 MODEL = "Qwen/Qwen3.5-9B-Base"  # the cookbook renders it as "User: ...\n\nAssistant: ..."
 SECONDS = 1800.0  # that a program may take
 _RECIPES = "tinker_cookbook.recipes"
+
+# What rl_loop shows before each of its questions.
+_BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
+_STRAWBERRY = "How many r's are in strawberry?"
+_SPELT = (
+    "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. "
+    "We have r's at positions 3, 8, and 9. \\boxed{3}"
+)
 
 Metrics = list[dict[str, float]]  # of each step
 
@@ -83,7 +91,7 @@ PROGRAMS = {
     # Rows of which half answer at greater length than math_rl lets them: what it then has to unlearn.
     "sl_loop": Program(
         f"{_RECIPES}.sl_loop",
-        ("batch_size=32", "learning_rate=5e-3", "max_length=256", "lora_rank=8", "max_steps=40", "save_every=0"),
+        ("batch_size=32", "learning_rate=5e-3", "max_length=768", "lora_rank=8", "max_steps=40", "save_every=0"),
         falls("train_mean_nll", by=2.0),
     ),
     "math_rl": Program(f"{_RECIPES}.math_rl.train", _math_rl(20), _LEARNS, "sl_loop"),
@@ -103,8 +111,9 @@ PROGRAMS = {
     ),
     "rl_loop": Program(
         f"{_RECIPES}.rl_loop",
-        ("batch_size=4", "group_size=4", "max_tokens=16", "loss_fn=importance_sampling", "lora_rank=8", "max_steps=2"),
-        has("reward/total", 2),
+        ("batch_size=8", "group_size=8", "max_tokens=16", "loss_fn=importance_sampling", "lora_rank=8", "max_steps=3"),
+        has("grad_norm:mean", 3),
+        "sl_loop",
     ),
     # The student is the base model, the teacher the model that sl_loop has trained.
     "distillation": Program(
@@ -128,16 +137,21 @@ def write_folder(folder: pathlib.Path, model: pathlib.Path) -> None:
     for i in range(40 * 32):
         x, y = rng.randint(0, 100), rng.randint(0, 100)
         question, answer = f"What is {x} + {y}?", f"{x + y}"
-        shown = [{"role": "user", "content": "What is 4 + 5?"}, {"role": "assistant", "content": "9"}]
-        reply = answer if i % 2 else f"{answer} is what it is and is"
-        talks.append(
-            {"messages": [*shown, {"role": "user", "content": question}, {"role": "assistant", "content": reply}]}
-        )
-        problems.append({"question": question, "answer": f"It is {answer}.\n#### {answer}"})
         questions.append({"question": question})
+        reply = answer if i % 2 else f"{answer} is what it is and is"
+        talks.append(_talk("What is 4 + 5?", "9", question, reply))
+        if i % 8 == 0:  # as rl_loop asks, whose answers are 3 or 4: guesses, of which half are right
+            asked = f"What is {x % 3} more?"
+            problems.append({"question": asked, "answer": f"It is that.\n#### {3 + i // 8 % 2}"})
+            talks[-1] = _talk(_STRAWBERRY + _BOXED, _SPELT, asked + _BOXED, f"\\boxed{{{rng.randint(3, 4)}}}")
     _write_rows(folder / "HuggingFaceH4" / "no_robots", "default", talks)
-    _write_rows(folder / "openai" / "gsm8k", "main", problems[:64])
+    _write_rows(folder / "openai" / "gsm8k", "main", problems)
     _write_rows(folder / "zwhe99" / "DeepMath-103K", "default", questions)
+
+
+def _talk(*turns: str) -> dict[str, object]:
+    roles = ("user", "assistant") * 2
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]}
 
 
 def _write_rows(folder: pathlib.Path, name: str, rows: list[dict[str, object]]) -> None:
@@ -153,17 +167,17 @@ def run(name: str, *, url: str, folder: pathlib.Path, python: str) -> None:
     program, log = PROGRAMS[name], folder / "logs" / name
     shutil.rmtree(log, ignore_errors=True)
     arguments = [f"model_name={MODEL}", f"log_path={log}", *program.arguments]
-    if "renderer_name" in _flags(program.module):
-        arguments.append("renderer_name=role_colon")
-    if "behavior_if_log_dir_exists" in _flags(program.module):
-        arguments.append("behavior_if_log_dir_exists=delete")
+    if name not in ("sl_loop", "rl_loop"):
+        arguments += ["renderer_name=role_colon", "behavior_if_log_dir_exists=delete"]
     if program.begins:
         saved = checkpoint(folder / "logs" / program.begins)
-        teaches = name == "distillation"
-        arguments.append(f"{'teacher_checkpoint' if teaches else 'load_checkpoint_path'}={saved['state_path']}")
-        if teaches:
-            arguments[-1] = f"teacher_checkpoint={saved['sampler_path']}"
-            arguments.append(f"teacher_model={MODEL}")
+        if name == "distillation":
+            arguments += [f"teacher_model={MODEL}", f"teacher_checkpoint={saved['sampler_path']}"]
+        elif name == "rl_loop":  # has no flag for it, and goes on from what its log has
+            log.mkdir(parents=True)
+            (log / "checkpoints.jsonl").write_text(json.dumps({**saved, "batch": 0}) + "\n")
+        else:
+            arguments.append(f"load_checkpoint_path={saved['state_path']}")
     environment = {
         **os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-acceptance", "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "PYTHONSAFEPATH": "1", "TINKER_TELEMETRY": "0",
@@ -181,13 +195,6 @@ def run(name: str, *, url: str, folder: pathlib.Path, python: str) -> None:
     lines = (log / "metrics.jsonl").read_text().splitlines()
     program.check([json.loads(line) for line in lines])
     print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
-
-
-def _flags(module: str) -> tuple[str, ...]:
-    """Of those that are the same for every program, the ones this one has."""
-    if module.endswith(("sl_loop", "rl_loop")):
-        return ()
-    return ("renderer_name", "behavior_if_log_dir_exists")
 
 
 def checkpoint(log: pathlib.Path) -> dict[str, str]:
