@@ -4,7 +4,7 @@
     python requirements/install.py --venv=.venv --set=test         and what the tests need on top
     python requirements/install.py --venv=.venv-vllm --set=vllm    vLLM on a CPU and its tests: no jax, another folder
     python requirements/install.py --venv=.venv-adapters --set=adapters   other libraries' environments and their test
-    python requirements/install.py --venv=.venv-tinker --set=tinker   Tinker's public client, its recipes and their test
+    python requirements/install.py --venv=.venv-tinker --set=tinker   programs for Tinker's public client
 
 Needs only Python's standard library. The steps, in this order:
 1. Nothing is done where the stamp in the environment names the same locks, setup.py, Python and folder.
