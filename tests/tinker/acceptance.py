@@ -82,7 +82,7 @@ def has(key: str, steps: int) -> Callable[[Metrics], None]:
 
 
 def _math_rl(steps: int, *more: str) -> tuple[str, ...]:
-    size = ("groups_per_batch=16", "group_size=8", "max_tokens=12", "learning_rate=4e-3", "lora_rank=8")
+    size = ("groups_per_batch=16", "group_size=8", "max_tokens=12", "learning_rate=4e-3", "lora_rank=32")
     return ("env=arithmetic", "loss_fn=importance_sampling", *size, f"max_steps={steps}", "eval_every=0", *more)
 
 
@@ -91,16 +91,16 @@ PROGRAMS = {
     # Rows of which half answer at greater length than math_rl lets them: what it then has to unlearn.
     "sl_loop": Program(
         f"{_RECIPES}.sl_loop",
-        ("batch_size=32", "learning_rate=5e-3", "max_length=768", "lora_rank=8", "max_steps=40", "save_every=0"),
-        falls("train_mean_nll", by=2.0),
+        ("batch_size=32", "learning_rate=1e-2", "max_length=768", "lora_rank=32", "max_steps=40", "save_every=0"),
+        falls("train_mean_nll", by=3.0),
     ),
-    "math_rl": Program(f"{_RECIPES}.math_rl.train", _math_rl(20), _LEARNS, "sl_loop"),
+    "math_rl": Program(f"{_RECIPES}.math_rl.train", _math_rl(16), _LEARNS, "sl_loop"),
     "math_rl_async": Program(
-        f"{_RECIPES}.math_rl.train", _math_rl(20, "max_steps_off_policy=2"), _LEARNS, "sl_loop"
+        f"{_RECIPES}.math_rl.train", _math_rl(16, "max_steps_off_policy=2"), _LEARNS, "sl_loop"
     ),
     "math_rl_stream": Program(
         f"{_RECIPES}.math_rl.train",
-        _math_rl(20, "stream_minibatch_config.groups_per_batch=16", "stream_minibatch_config.num_minibatches=2"),
+        _math_rl(16, "stream_minibatch_config.groups_per_batch=16", "stream_minibatch_config.num_minibatches=2"),
         _LEARNS,
         "sl_loop",
     ),
@@ -111,14 +111,14 @@ PROGRAMS = {
     ),
     "rl_loop": Program(
         f"{_RECIPES}.rl_loop",
-        ("batch_size=8", "group_size=8", "max_tokens=16", "loss_fn=importance_sampling", "lora_rank=8", "max_steps=3"),
+        ("batch_size=8", "group_size=8", "max_tokens=16", "loss_fn=importance_sampling", "lora_rank=32", "max_steps=3"),
         has("grad_norm:mean", 3),
         "sl_loop",
     ),
     # The student is the base model, the teacher the model that sl_loop has trained.
     "distillation": Program(
         f"{_RECIPES}.distillation.on_policy_distillation",
-        ("groups_per_batch=8", "group_size=4", "max_tokens=12", "learning_rate=2e-3", "lora_rank=8", "max_steps=20",
+        ("groups_per_batch=8", "group_size=4", "max_tokens=12", "learning_rate=2e-3", "lora_rank=32", "max_steps=20",
          "dataset=deepmath", "eval_every=0"),
         falls("teacher_kl", by=1.5),
         "sl_loop",
@@ -140,9 +140,9 @@ def write_folder(folder: pathlib.Path, model: pathlib.Path) -> None:
         questions.append({"question": question})
         reply = answer if i % 2 else f"{answer} is what it is and is"
         talks.append(_talk("What is 4 + 5?", "9", question, reply))
-        if i % 8 == 0:  # as rl_loop asks, whose answers are 3 or 4: guesses, of which half are right
+        if i % 4 == 0:  # as rl_loop asks, whose answers are 3 or 4: guesses, of which half are right
             asked = f"What is {x % 3} more?"
-            problems.append({"question": asked, "answer": f"It is that.\n#### {3 + i // 8 % 2}"})
+            problems.append({"question": asked, "answer": f"It is that.\n#### {3 + i // 4 % 2}"})
             talks[-1] = _talk(_STRAWBERRY + _BOXED, _SPELT, asked + _BOXED, f"\\boxed{{{rng.randint(3, 4)}}}")
     _write_rows(folder / "HuggingFaceH4" / "no_robots", "default", talks)
     _write_rows(folder / "openai" / "gsm8k", "main", problems)
