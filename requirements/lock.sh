@@ -31,3 +31,9 @@ adapters_lock=requirements/adapters-py3.11.lock
 "$UV" pip compile "${options[@]}" requirements/adapters.in -c <(sed -n '/^transformers==/p' requirements/test-py3.11.lock) \
     -o "$adapters_lock"
 echo trl | "$UV" pip compile "${options[@]}" --no-deps - >> "$adapters_lock"
+
+# The cookbook asks for a tml-renderers that PyPI does not have; its programs for other models do without.
+tinker_lock=requirements/tinker-py3.11.lock
+"$UV" pip compile "${options[@]}" requirements/tinker.in --override <(echo tml-renderers) \
+    -c <(grep -E '^(torch|transformers|datasets)==' requirements/test-py3.11.lock) -o "$tinker_lock"
+grep -v -E "$CUDA" "$tinker_lock" > "$tinker_lock.tmp" && mv "$tinker_lock.tmp" "$tinker_lock"

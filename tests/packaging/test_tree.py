@@ -53,7 +53,9 @@ def test_shell_and_ci_files_can_be_run() -> None:
         subprocess.run(["bash", "-n", str(path)], check=True)
 
 
-@pytest.mark.parametrize("name", ["train-py3.11", "train-py3.12", "test-py3.11", "test-py3.12", "adapters-py3.11"])
+@pytest.mark.parametrize(
+    "name", ["train-py3.11", "train-py3.12", "test-py3.11", "test-py3.12", "adapters-py3.11", "tinker-py3.11"]
+)
 def test_a_lock_is_exact_and_says_nothing_of_where(name: str) -> None:
     lines = (ROOT / "requirements" / f"{name}.lock").read_text(encoding="utf-8").splitlines()
     assert len(lines) > 50
