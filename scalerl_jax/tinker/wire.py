@@ -69,7 +69,14 @@ def pass_of(request: pb.ForwardBackwardRequest, *, vocabulary: int, longest: int
     if not request.data:
         raise Refused("data: there is none")
     segments = [
-        _segment(f"data[{i}]", datum, request.loss_fn, vocabulary=vocabulary, longest=longest)
+        _segment(
+            f"data[{i}]",
+            datum,
+            request.loss_fn,
+            forward_only=request.forward_only,
+            vocabulary=vocabulary,
+            longest=longest,
+        )
         for i, datum in enumerate(request.data)
     ]
     return Pass(segments, objective, request.forward_only)
@@ -109,7 +116,8 @@ def objective_of(request: pb.ForwardBackwardRequest) -> ObjectiveConfig:
     return ObjectiveConfig(loss="gspo" if name == "gspo" else "clip", clip_low=1 - low, clip_high=high - 1)
 
 
-def _segment(where: str, datum: pb.Datum, loss: str, *, vocabulary: int, longest: int) -> Segment:
+def _segment(where: str, datum: pb.Datum, loss: str, *, forward_only: bool, vocabulary: int, longest: int) -> Segment:
+    """forward_only: the log-probs are what it is for, so every target counts."""
     tokens = []
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("kind")
@@ -132,12 +140,13 @@ def _segment(where: str, datum: pb.Datum, loss: str, *, vocabulary: int, longest
     whole = np.concatenate([inputs, targets[-1:]])
     if whole.min() < 0 or whole.max() >= vocabulary:
         raise Refused(f"{where}: token ids are from 0 to {vocabulary - 1}")
-    if not np.array_equal(targets[:-1], inputs[1:]):
-        raise Refused(f"{where}.target_tokens: only the tokens that follow the inputs are offered as targets")
     if loss == "cross_entropy":
         advantages, logprobs = tensor("weights"), np.zeros(len(inputs), np.float32)
     else:
         advantages, logprobs = tensor("advantages"), tensor("logprobs")
+    follows = targets[:-1] == inputs[1:]  # what is no loss token may have any target: several recipes have 0 there
+    if not np.all(follows if forward_only else follows | (advantages[:-1] == 0)):
+        raise Refused(f"{where}.target_tokens: only the tokens that follow the inputs are offered as targets")
     weights = (advantages != 0).astype(np.float32)
     if loss == "gspo" and "sequence_ratio_mask" in given:
         mask = tensor("sequence_ratio_mask")

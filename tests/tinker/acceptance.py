@@ -26,13 +26,8 @@ MODEL = "Qwen/Qwen3.5-9B-Base"  # the cookbook renders it as "User: ...\n\nAssis
 SECONDS = 1800.0  # that a program may take
 _RECIPES = "tinker_cookbook.recipes"
 
-# What rl_loop shows before each of its questions.
-_BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
-_STRAWBERRY = "How many r's are in strawberry?"
-_SPELT = (
-    "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. "
-    "We have r's at positions 3, 8, and 9. \\boxed{3}"
-)
+SUPERVISED = 600  # steps of sl_loop
+BATCH = 64
 
 Metrics = list[dict[str, float]]  # of each step
 
@@ -51,14 +46,14 @@ def series(metrics: Metrics, key: str) -> list[float]:
     return found
 
 
-def rises(key: str, bar: float, *, width: int) -> Callable[[Metrics], None]:
-    """The mean of the last `width` steps is above the bar, and that of the first is not."""
+def rises(key: str, *, by: float, width: int) -> Callable[[Metrics], None]:
+    """The mean of the last `width` steps is above that of the first by at least so much."""
 
     def check(metrics: Metrics) -> None:
         values = series(metrics, key)
         first, last = sum(values[:width]) / width, sum(values[-width:]) / width
         print(f"{key}: {first:.3f} -> {last:.3f} in {len(values)} steps")
-        assert first < bar <= last, f"{key} went from {first:.3f} to {last:.3f}, and {bar} was to be passed"
+        assert last >= first + by, f"{key} went from {first:.3f} to {last:.3f}, and was to rise by {by}"
 
     return check
 
@@ -82,38 +77,31 @@ def has(key: str, steps: int) -> Callable[[Metrics], None]:
 
 
 def _math_rl(steps: int, *more: str) -> tuple[str, ...]:
-    size = ("groups_per_batch=16", "group_size=8", "max_tokens=12", "learning_rate=4e-3", "lora_rank=32")
+    size = ("groups_per_batch=16", "group_size=16", "max_tokens=12", "learning_rate=2e-4", "lora_rank=0")
     return ("env=arithmetic", "loss_fn=importance_sampling", *size, f"max_steps={steps}", "eval_every=0", *more)
 
 
-_LEARNS = rises("env/all/format", 0.8, width=3)
+_RIGHT = "env/all/correct"
 PROGRAMS = {
-    # Rows of which half answer at greater length than math_rl lets them: what it then has to unlearn.
     "sl_loop": Program(
         f"{_RECIPES}.sl_loop",
-        ("batch_size=32", "learning_rate=1e-2", "max_length=768", "lora_rank=32", "max_steps=40", "save_every=0"),
+        (f"batch_size={BATCH}", "learning_rate=1e-3", "max_length=256", "lora_rank=0", "save_every=0"),
         falls("train_mean_nll", by=3.0),
     ),
-    "math_rl": Program(f"{_RECIPES}.math_rl.train", _math_rl(16), _LEARNS, "sl_loop"),
+    "math_rl": Program(f"{_RECIPES}.math_rl.train", _math_rl(50), rises(_RIGHT, by=0.05, width=10), "sl_loop"),
     "math_rl_async": Program(
-        f"{_RECIPES}.math_rl.train", _math_rl(16, "max_steps_off_policy=2"), _LEARNS, "sl_loop"
+        f"{_RECIPES}.math_rl.train", _math_rl(8, "max_steps_off_policy=2"), has(_RIGHT, 8), "sl_loop"
     ),
     "math_rl_stream": Program(
         f"{_RECIPES}.math_rl.train",
-        _math_rl(16, "stream_minibatch_config.groups_per_batch=16", "stream_minibatch_config.num_minibatches=2"),
-        _LEARNS,
+        _math_rl(8, "stream_minibatch_config.groups_per_batch=16", "stream_minibatch_config.num_minibatches=4"),
+        has(_RIGHT, 8),
         "sl_loop",
     ),
     "guess_number": Program(
         f"{_RECIPES}.multiplayer_rl.guess_number.train",
         ("batch_size=2", "group_size=2", "max_tokens=8", "learning_rate=1e-4", "max_steps=2", "eval_every=0"),
         has("env/all/reward/total", 2),
-    ),
-    "rl_loop": Program(
-        f"{_RECIPES}.rl_loop",
-        ("batch_size=8", "group_size=8", "max_tokens=16", "loss_fn=importance_sampling", "lora_rank=32", "max_steps=3"),
-        has("grad_norm:mean", 3),
-        "sl_loop",
     ),
     # The student is the base model, the teacher the model that sl_loop has trained.
     "distillation": Program(
@@ -133,19 +121,15 @@ def write_folder(folder: pathlib.Path, model: pathlib.Path) -> None:
     if not link.is_symlink():
         link.symlink_to(model.absolute(), target_is_directory=True)
     rng = random.Random(0)
-    talks, problems, questions = [], [], []
-    for i in range(40 * 32):
+    talks, questions = [], []
+    for i in range(SUPERVISED * BATCH):
         x, y = rng.randint(0, 100), rng.randint(0, 100)
-        question, answer = f"What is {x} + {y}?", f"{x + y}"
+        question = f"What is {x} + {y}?"
+        # Three of ten are wrong: what math_rl then has to unlearn.
+        answer = x + y + rng.choice([-10, -2, -1, 1, 2, 10]) * (i % 10 < 3)
         questions.append({"question": question})
-        reply = answer if i % 2 else f"{answer} is what it is and is"
-        talks.append(_talk("What is 4 + 5?", "9", question, reply))
-        if i % 4 == 0:  # as rl_loop asks, whose answers are 3 or 4: guesses, of which half are right
-            asked = f"What is {x % 3} more?"
-            problems.append({"question": asked, "answer": f"It is that.\n#### {3 + i // 4 % 2}"})
-            talks[-1] = _talk(_STRAWBERRY + _BOXED, _SPELT, asked + _BOXED, f"\\boxed{{{rng.randint(3, 4)}}}")
+        talks.append(_talk("What is 4 + 5?", "9", question, f"{answer}"))
     _write_rows(folder / "HuggingFaceH4" / "no_robots", "default", talks)
-    _write_rows(folder / "openai" / "gsm8k", "main", problems)
     _write_rows(folder / "zwhe99" / "DeepMath-103K", "default", questions)
 
 
@@ -167,15 +151,12 @@ def run(name: str, *, url: str, folder: pathlib.Path, python: str) -> None:
     program, log = PROGRAMS[name], folder / "logs" / name
     shutil.rmtree(log, ignore_errors=True)
     arguments = [f"model_name={MODEL}", f"log_path={log}", *program.arguments]
-    if name not in ("sl_loop", "rl_loop"):
+    if name != "sl_loop":
         arguments += ["renderer_name=role_colon", "behavior_if_log_dir_exists=delete"]
     if program.begins:
         saved = checkpoint(folder / "logs" / program.begins)
         if name == "distillation":
             arguments += [f"teacher_model={MODEL}", f"teacher_checkpoint={saved['sampler_path']}"]
-        elif name == "rl_loop":  # has no flag for it, and goes on from what its log has
-            log.mkdir(parents=True)
-            (log / "checkpoints.jsonl").write_text(json.dumps({**saved, "batch": 0}) + "\n")
         else:
             arguments.append(f"load_checkpoint_path={saved['state_path']}")
     environment = {

@@ -148,6 +148,14 @@ def test_targets_that_do_not_follow_are_refused() -> None:
     other.loss_fn_inputs["target_tokens"].CopyFrom(tensor([2, 3, 9, 5], np.int64))
     with pytest.raises(Refused, match="only the tokens that follow"):
         read(request("cross_entropy", other))
+    # Where there is no loss a backward pass takes any, which recipes fill up with 0; a forward pass is for all of them.
+    other.loss_fn_inputs["weights"].CopyFrom(tensor([1, 1, 0, 1]))
+    other.loss_fn_inputs["target_tokens"].CopyFrom(tensor([2, 3, 0, 5], np.int64))
+    asked = request("cross_entropy", other)
+    assert read(asked).segments[0].tokens.tolist() == TOKENS[0]
+    asked.forward_only = True
+    with pytest.raises(Refused, match="only the tokens that follow"):
+        read(asked)
 
 
 def test_answers_are_cut_by_datum() -> None:
