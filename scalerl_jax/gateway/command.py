@@ -127,7 +127,7 @@ def access() -> str:
         raise ValueError(f"--host={error}") from None
     if not local and not FLAGS.insecure and not (token and any(tls)):
         raise ValueError(
-            f"--host={FLAGS.host}: beyond this machine the gateway needs --token_file, --tls_certificate and --tls_key "
+            f"--host={FLAGS.host}: beyond this machine it needs --token_file, --tls_certificate and --tls_key "
             "(or --insecure, where everybody on the network may read and ask)"
         )
     return token
