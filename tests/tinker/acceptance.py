@@ -3,7 +3,7 @@
     python -m tests.tinker.acceptance NAME... --url=http://127.0.0.1:8000 --model=DIR --folder=DIR [--python=PYTHON]
 
 NAME is a row of PROGRAMS. The server must have been started with --names=Qwen/Qwen3.5-9B-Base, which is what the
-programs call the model, and --maximum_tokens=2048 or more. PYTHON has tinker-cookbook; by default it is this one.
+programs call the model, and --maximum_tokens=128 or more. PYTHON has tinker-cookbook; by default it is this one.
 
 The programs run in --folder, where Qwen/Qwen3.5-9B-Base is a link to the model's folder, for its tokenizer, and each
 data set that they load by name is a folder of that name: both libraries take a folder before they ask the network.
@@ -26,7 +26,7 @@ MODEL = "Qwen/Qwen3.5-9B-Base"  # the cookbook renders it as "User: ...\n\nAssis
 SECONDS = 1800.0  # that a program may take
 _RECIPES = "tinker_cookbook.recipes"
 
-SUPERVISED = 600  # steps of sl_loop
+SUPERVISED = 400  # steps of sl_loop
 BATCH = 64
 
 Metrics = list[dict[str, float]]  # of each step
@@ -85,7 +85,7 @@ _RIGHT = "env/all/correct"
 PROGRAMS = {
     "sl_loop": Program(
         f"{_RECIPES}.sl_loop",
-        (f"batch_size={BATCH}", "learning_rate=1e-3", "max_length=256", "lora_rank=0", "save_every=0"),
+        (f"batch_size={BATCH}", "learning_rate=1e-3", "max_length=128", "lora_rank=0", "save_every=0"),
         falls("train_mean_nll", by=3.0),
     ),
     "math_rl": Program(f"{_RECIPES}.math_rl.train", _math_rl(50), rises(_RIGHT, by=0.05, width=10), "sl_loop"),
@@ -97,11 +97,6 @@ PROGRAMS = {
         _math_rl(8, "stream_minibatch_config.groups_per_batch=16", "stream_minibatch_config.num_minibatches=4"),
         has(_RIGHT, 8),
         "sl_loop",
-    ),
-    "guess_number": Program(
-        f"{_RECIPES}.multiplayer_rl.guess_number.train",
-        ("batch_size=2", "group_size=2", "max_tokens=8", "learning_rate=1e-4", "max_steps=2", "eval_every=0"),
-        has("env/all/reward/total", 2),
     ),
     # The student is the base model, the teacher the model that sl_loop has trained.
     "distillation": Program(
