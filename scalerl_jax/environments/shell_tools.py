@@ -66,7 +66,7 @@ class Shell:
         self._config = config
         with contextlib.closing(OpenShell(config, self._folders)) as opened:
             try:
-                done = opened.run("true")
+                done = opened.run("true", seconds=_longest(config))
             except sandbox.SandboxLost as lost:
                 raise ValueError(str(lost)) from None
         if done.kind != "ended":
@@ -80,7 +80,7 @@ class Shell:
         """Raises ValueError where the files cannot be written, SandboxLost where no sandbox can be started."""
         files = self._files(row) if callable(self._files) else self._files
         opened = OpenShell(self._config, self._folders)
-        done = opened.run("true", files=files)
+        done = opened.run("true", files=files, seconds=_longest(self._config))
         if done.kind != "ended":
             opened.close()
             raise ValueError(f"its files cannot be written: {done.why}")
@@ -96,7 +96,7 @@ class OpenShell:
         self._shown = max(1, config.tool_characters // 2, config.tool_characters - _STATUS_CHARACTERS)
         self._sandbox = sandbox.Sandbox(
             _INSIDE,
-            dataclasses.replace(sandbox.Limits.of(limits), seconds=max(limits.seconds, limits.all_seconds)),
+            dataclasses.replace(sandbox.Limits.of(limits), seconds=_longest(config)),
             function="call",
             names="import itertools, os, sys",
             keeps_files=True,
@@ -201,6 +201,11 @@ class OpenShell:
         if not self._sandbox.running:
             self._lost = done.why
         return done
+
+
+def _longest(config: EnvironmentConfig) -> float:
+    """That a call may take which is not the policy's: a sandbox begins slowly on a machine that is busy."""
+    return max(config.sandbox.seconds, config.sandbox.all_seconds)
 
 
 def _shell() -> str:
