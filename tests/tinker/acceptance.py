@@ -86,7 +86,7 @@ PROGRAMS = {
     "sl_loop": Program(
         f"{_RECIPES}.sl_loop",
         (f"batch_size={BATCH}", "learning_rate=1e-3", "max_length=128", "lora_rank=0", "save_every=0"),
-        falls("train_mean_nll", by=3.0),
+        falls("train_mean_nll", by=1.5),
     ),
     "math_rl": Program(f"{_RECIPES}.math_rl.train", _math_rl(50), rises(_RIGHT, by=0.05, width=10), "sl_loop"),
     "math_rl_async": Program(
