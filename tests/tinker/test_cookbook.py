@@ -1,4 +1,4 @@
-"""Programs of tinker-cookbook, as they are, learn on scalerl-tinker: `make test-tinker`.
+"""Programs of tinker-cookbook, as they are, on scalerl-tinker: `make test-tinker`.
 
 They run in an environment of their own, which VENV_TINKER names; the server runs in this one. About 10 minutes.
 """
@@ -17,6 +17,7 @@ from tests.tinker import acceptance
 VENV = os.environ.get("VENV_TINKER", "")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(3600),
     pytest.mark.skipif(not VENV, reason="tinker-cookbook is not installed: make test-tinker"),
 ]
@@ -48,7 +49,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, model: pathlib.Path) -> Iterat
         server.close()
 
 
-def test_the_cookbooks_programs_learn(tmp_path: pathlib.Path, model: pathlib.Path, url: str) -> None:
+def test_the_cookbooks_programs_run(tmp_path: pathlib.Path, model: pathlib.Path, url: str) -> None:
     acceptance.write_folder(tmp_path, model)
     python = str(ROOT / VENV / "bin" / "python")
     for name in acceptance.PROGRAMS:  # in this order: some start from what the first has saved
