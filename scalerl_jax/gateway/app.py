@@ -8,7 +8,6 @@ and waits for the retry.
 import asyncio
 import dataclasses
 import hashlib
-import hmac
 import importlib.metadata
 import json
 import logging
@@ -120,9 +119,7 @@ class Gateway:
     def _check_token(self, request: Request) -> None:
         key = _key(request)
         secret = key.partition(":")[2] if key.startswith(KEY) else key
-        token = self._options.token
-        if token and not hmac.compare_digest(_hash(secret.encode()), _hash(token.encode())):
-            raise ApiError(401, "the key is not the gateway's token", code="invalid_api_key")
+        wire.check_key(secret, self._options.token, whose="gateway")
 
     def _session(self, request: Request) -> Session | None:
         """None: the request names none."""

@@ -13,8 +13,8 @@ import asyncio
 import collections
 import dataclasses
 import logging
-from collections.abc import AsyncIterable, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import numpy as np
@@ -26,13 +26,20 @@ from scalerl_jax.contract.codec import (
     CompletionRequest,
     GroupRequest,
     Sampling,
+    ScoreRequest,
+    Scores,
+    Version,
     completion_from_proto,
     request_to_proto,
+    score_request_to_proto,
+    scores_from_proto,
+    version_from_proto,
 )
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.rollouts.servers.validate import validate
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 HEARTBEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0  # without an answer to a status
@@ -217,9 +224,27 @@ class Generators:
     async def ask(self, server: Server, request: GroupRequest) -> Completion:
         """One completion of this server. Raises Full, Lost or Refused."""
         call = server.stub.Generate(request_to_proto(request))
+        return await self._answered(server, call, self._read(call, request))
+
+    async def score(self, server: Server, request: ScoreRequest, version: Version, *, seconds: float) -> Scores:
+        """Of this server, by these weights. Raises as ask."""
+        call = server.stub.Score(score_request_to_proto(request), timeout=seconds)
+
+        async def read() -> Scores:
+            reply = await call
+            if reply is None:
+                raise ValueError("it cannot be decoded")
+            if version_from_proto(reply.version) != version:
+                raise Lost(f"server {server.address} scored by other weights")
+            return scores_from_proto(reply, request, vocabulary=self._vocabulary)
+
+        return await self._answered(server, call, read())
+
+    async def _answered(self, server: Server, call: Any, reading: Coroutine[Any, Any, T]) -> T:
+        """What reading the answer of a call gives. Raises as ask."""
         server.calls.add(call)
         try:
-            return await self._read(call, request)
+            return await reading
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -230,12 +255,12 @@ class Generators:
             server.lose(why)
             raise Lost(why) from None
         except grpc.aio.AioRpcError as error:
-            raise await self.fault(server, error) from None
+            raise await self._fault(server, error) from None
         finally:
             call.cancel()
             server.calls.discard(call)
 
-    async def fault(self, server: Server, error: grpc.aio.AioRpcError) -> Exception:
+    async def _fault(self, server: Server, error: grpc.aio.AioRpcError) -> Exception:
         """What a call that failed comes to."""
         why = f"server {server.address}: {error.code().name}: {peer_text.printable(error.details())}"
         if error.code() is grpc.StatusCode.INVALID_ARGUMENT:

@@ -1,6 +1,8 @@
 """What both wires share: a body's fields, what is asked of the generators, and errors in either shape."""
 
 import dataclasses
+import hashlib
+import hmac
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -51,6 +53,12 @@ class ApiError(Exception):
             return {"type": "error", "error": {"type": anthropic_type, "message": self.message}}
         error = {"message": self.message, "type": openai_type, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+def check_key(shown: str, token: str, *, whose: str) -> None:
+    """Raises ApiError where a call does not carry the token; "": none is asked for."""
+    if token and not hmac.compare_digest(*(hashlib.blake2b(key.encode()).digest() for key in (shown, token))):
+        raise ApiError(401, f"the key is not the {whose}'s token", code="invalid_api_key")
 
 
 def bad(message: str, param: str | None = None) -> ApiError:

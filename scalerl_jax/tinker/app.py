@@ -12,10 +12,7 @@ and cannot be done is an answer {"error", "category"}, whose text the client rai
 import asyncio
 import dataclasses
 import datetime
-import hashlib
-import hmac
 import json
-import logging
 import re
 import shutil
 import time
@@ -28,14 +25,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from scalerl_jax.gateway.wire import ApiError, bad, field, number, object_of, read_body
+from scalerl_jax.gateway.wire import ApiError, bad, check_key, field, number, object_of, read_body
 from scalerl_jax.tinker import wire
 from scalerl_jax.tinker.sampling import MOST_SAMPLES, Sampling
 from scalerl_jax.tinker.store import Conflict, Future, Store
 from scalerl_jax.tinker.training import Training
 from scalerl_jax.tinker.wire import Refused
-
-_log = logging.getLogger(__name__)
 
 POLL_SECONDS = 30.0  # that retrieve_future waits, at most; the client gives up after 45
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -118,9 +113,7 @@ class Tinker:
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def answer(request: Request) -> Response:
             try:
-                key, token = request.headers.get("x-api-key", ""), self._options.token
-                if token and not hmac.compare_digest(_hash(key), _hash(token)):
-                    raise ApiError(401, "the API key is not the server's token")
+                check_key(request.headers.get("x-api-key", ""), self._options.token, whose="server")
                 if request.headers.get("content-encoding", "identity") != "identity":
                     raise bad("content-encoding: only bodies as they are, are offered")
                 return await serve(request)
@@ -249,10 +242,10 @@ class Tinker:
         of = {"model": request.path_params["id"]} if "id" in request.path_params else {}
         found = [
             {
-                "checkpoint_id": row["path"].split("/", 3)[3],
+                "checkpoint_id": row["id"].split("/", 3)[3],
                 "checkpoint_type": row["kind"],
                 "time": _date(row["created"]),
-                "tinker_path": row["path"],
+                "tinker_path": row["id"],
                 "size_bytes": row["bytes"],
                 "user_metadata": json.loads(row["body"])["user_metadata"],
                 "expires_at": _date(row["expires"]) if row["expires"] else None,
@@ -411,10 +404,6 @@ class Tinker:
             self._sampling.begin(future)
         sequences = [f"{future.id}:{i}" for i in range(count)]
         return JSONResponse({"request_id": future.id, "sample_sequence_ids": sequences})
-
-
-def _hash(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
 
 
 def _date(seconds: float) -> str:

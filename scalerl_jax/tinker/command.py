@@ -106,10 +106,7 @@ async def _serve(
         generators, decoder=decoder, dtype=config.model.sync_dtype, chunk_bytes=config.fleet.chunk_bytes,
         push_seconds=config.fleet.push_seconds, score_seconds=FLAGS.request_seconds,
     )  # fmt: skip
-    training = Training(
-        config, decoder, folder=FLAGS.workdir, longest=longest,
-        answered=answered, fail=fail,
-    )  # fmt: skip
+    training = Training(config, decoder, folder=FLAGS.workdir, longest=longest, answered=answered, fail=fail)
     names = names_of_model()
     options = Options(config.model.path, names, token)
     store = Store(FLAGS.workdir)
@@ -119,7 +116,7 @@ async def _serve(
 
     sampling = Sampling(
         store, samplers, vocabulary=decoder.vocab_size, tokenizer=tokenizer, capacity=capacity, seed=config.seed,
-        seconds=FLAGS.request_seconds, answered=lambda future: tinker.answered(future), fail=fail,
+        seconds=FLAGS.request_seconds, answered=answered, fail=fail,
     )  # fmt: skip
     tinker = Tinker(store, training, sampling, family=decoder.family, capacity=capacity, options=options)
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(generators.run())]

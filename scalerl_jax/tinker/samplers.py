@@ -15,14 +15,13 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TypeVar
 
 import grpc
 import numpy as np
 
-from scalerl_jax.contract import codec, peer_text
 from scalerl_jax.contract.codec import Completion, GroupRequest, ScoreRequest, Scores, Version
 from scalerl_jax.gateway.generators import MOST_TRIES, Full, Generators, Lost, NoServer, Server
 from scalerl_jax.model.decoder_config import DecoderConfig
@@ -31,7 +30,7 @@ from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.weights import payload as payload_lib
 from scalerl_jax.rollouts.weights.push import Push, PushRefused
 
-_log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TURN_SECONDS = 1.0
 TURN_PUSHES = 5.0
@@ -55,7 +54,6 @@ class _Wait:
     inflight: bool
     weights: Weights
     granted: "asyncio.Future[_Held]"
-    since: float = dataclasses.field(default_factory=time.monotonic)
 
 
 @dataclasses.dataclass(eq=False)
@@ -118,42 +116,38 @@ class Samplers:
 
         Raises NoServer, Refused, ValueError where the weights cannot be read.
         """
+
+        async def ask(held: _Held) -> Completion:
+            asked = dataclasses.replace(
+                request, incarnation=self._incarnation.value, minimum_step=held.step,
+                pinned_step=None if inflight else held.step,
+            )  # fmt: skip
+            return await self._generators.ask(held.server, asked)
+
+        completion = await self._somewhere(weights, ask, inflight=inflight)
+        return completion, {step: self.weights_of_step[step] for step, _, _ in completion.versions}
+
+    async def score(self, weights: Callable[[], Weights], request: ScoreRequest) -> Scores:
+        """Raises as generate."""
+
+        async def ask(held: _Held) -> Scores:
+            version = Version(self._incarnation.value, held.step)
+            return await self._generators.score(held.server, request, version, seconds=self._score_seconds)
+
+        async with self._scoring:
+            return await self._somewhere(weights, ask, inflight=False)
+
+    async def _somewhere(
+        self, weights: Callable[[], Weights], ask: Callable[[_Held], Awaitable[T]], *, inflight: bool
+    ) -> T:
+        """What one of the servers answers that hold the weights."""
         why = "no server is there"
         for _ in range(MOST_TRIES):
             async with self._on(weights, inflight=inflight) as held:
-                step = held.step
-                asked = dataclasses.replace(
-                    request, incarnation=self._incarnation.value, minimum_step=step,
-                    pinned_step=None if inflight else step,
-                )  # fmt: skip
                 try:
-                    completion = await self._generators.ask(held.server, asked)
+                    return await ask(held)
                 except (Full, Lost) as error:
                     why = str(error)
-                else:
-                    return completion, {step: self.weights_of_step[step] for step, _, _ in completion.versions}
-            await asyncio.sleep(PAUSE_SECONDS)
-        raise NoServer(why)
-
-    async def score(self, weights: Callable[[], Weights], request: ScoreRequest, *, vocabulary: int) -> Scores:
-        """Raises as generate."""
-        why = "no server is there"
-        for _ in range(MOST_TRIES):
-            async with self._scoring, self._on(weights, inflight=False) as held:
-                server, wanted = held.server, Version(self._incarnation.value, held.step)
-                try:
-                    reply = await server.stub.Score(codec.score_request_to_proto(request), timeout=self._score_seconds)
-                    if codec.version_from_proto(reply.version) == wanted:
-                        return codec.scores_from_proto(reply, request, vocabulary=vocabulary)
-                    why = f"server {server.address} scored by other weights"
-                except grpc.aio.AioRpcError as error:
-                    fault = await self._generators.fault(server, error)
-                    if not isinstance(fault, (Full, Lost)):
-                        raise fault from None
-                    why = str(fault)
-                except ValueError as error:
-                    why = f"server {server.address} breaks the contract: {peer_text.printable(error)}"
-                    server.lose(why)
             await asyncio.sleep(PAUSE_SECONDS)
         raise NoServer(why)
 

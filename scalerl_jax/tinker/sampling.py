@@ -19,6 +19,7 @@ import numpy as np
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest, ScoreRequest, Scores
 from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.gateway.chat import Chat
 from scalerl_jax.gateway.generators import NoServer
 from scalerl_jax.gateway.generators import Refused as ServerRefused
 from scalerl_jax.gateway.wire import ApiError, Asked, field, number, sampling_fields
@@ -42,7 +43,8 @@ class Sampling:
     ):  # fmt: skip
         """capacity: tokens of prompt and completion. seconds: for a call. fail: told of a fault that is no client's."""
         self._store, self._samplers, self._vocabulary = store, samplers, vocabulary
-        self._tokenizer, self._capacity, self._seed, self._seconds = tokenizer, capacity, seed, seconds
+        self._chat = Chat(tokenizer, None, end_of_thinking="")
+        self._capacity, self._seed, self._seconds = capacity, seed, seconds
         self._answered, self._fail = answered, fail
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -92,10 +94,9 @@ class Sampling:
         capacity = self._capacity() - len(prompt)
         if capacity < 1:
             raise Refused(f"prompt: it has {len(prompt)} tokens, and prompt and completion {self._capacity()} at most")
-        stops = asked.stops if isinstance(asked.stops, tuple) else ()
         sampling = asked.sampling((), capacity=capacity)
         if (field(body, "sampling_params", dict, {})).get("stop") is None:
-            sampling = dataclasses.replace(sampling, stop_token_ids=tuple(self._tokenizer.stop_ids))
+            sampling = dataclasses.replace(sampling, stop_token_ids=tuple(self._chat.tokenizer.stop_ids))
 
         async def one(i: int) -> tuple[Completion, dict[int, Weights]]:
             seed = asked.seed if asked.seed is not None else stable_hash("tinker", self._seed, future.id)
@@ -104,7 +105,7 @@ class Sampling:
             return await self._samplers.generate(weights, request, inflight=not folder)
 
         async def score(tokens: np.ndarray, **more: Any) -> Scores:
-            return await self._samplers.score(weights, ScoreRequest(tokens, **more), vocabulary=self._vocabulary)
+            return await self._samplers.score(weights, ScoreRequest(tokens, **more))
 
         of_prompt, top, last, targets = self._prompt_scores(body, prompt)
         try:
@@ -114,7 +115,9 @@ class Sampling:
         except ExceptionGroup as failed:  # one is enough
             raise failed.exceptions[0] from None
         found = [task.result() for task in sampled]
-        completions = [self._cut(completion, stops) for completion, _ in found]
+        completions = [completion for completion, _ in found]
+        if asked.stops:
+            completions = [self._chat.text(completion, asked.stops)[0] for completion in completions]
         k = number(body, "topk_sample_logprobs", 0, 0, MOST_TOP_K, whole=True)
         tops: list[Scores | None] = [None] * len(completions)
         if k:
@@ -166,24 +169,6 @@ class Sampling:
         ids[1:] = np.asarray(data, np.int32).reshape(shape)
         targets = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=shape)
         return {"top_k": top, "target_ids": ids}, top, last, targets
-
-    def _cut(self, completion: Completion, stops: tuple[str, ...]) -> Completion:
-        """Behind the token that completes the first of the texts that stop it."""
-        if not stops:
-            return completion
-        text, ends = "", []
-        for piece in self._tokenizer.pieces(completion.token_ids.tolist()):
-            text += piece
-            ends.append(len(text))
-        found = min((at + len(stop) for stop in stops if (at := text.find(stop)) >= 0), default=None)
-        if found is None:
-            return completion
-        count = 1 + next(i for i, end in enumerate(ends) if end >= found)
-        return dataclasses.replace(
-            completion, token_ids=completion.token_ids[:count], logprobs=completion.logprobs[:count],
-            versions=tuple((step, start, min(end, count)) for step, start, end in completion.versions if start < count),
-            finish_reason="stop",
-        )  # fmt: skip
 
 
 def _asked(body: Mapping[str, Any]) -> Asked:

@@ -1,10 +1,10 @@
 """What a server has been asked, and what it has answered: one SQLite file, which a killed process goes on with.
 
     sessions      of clients
-    models        training runs: their base and adapter, and how far their calls are done
+    models        training runs: what they began from, and the newest weights that samplers in flight follow
     samplers      sampling sessions: what each samples with
     futures       each call that is answered later, under (owner, seq): the owner is a model or a sampling session
-    checkpoints   what is saved under a tinker:// path, and where
+    checkpoints   what is saved, and where; their id is the tinker:// path
 
 A call is there once it is accepted, and a second one under its (owner, seq) is the same call or none at all; an answer
 is there for good. What a process that is killed had committed stays. `sync` is for what must outlive the machine, too.
@@ -32,7 +32,7 @@ CREATE TABLE IF NOT EXISTS futures (
   failed INTEGER, versions TEXT, UNIQUE (owner, seq));
 CREATE INDEX IF NOT EXISTS unanswered ON futures (owner, seq) WHERE answer IS NULL;
 CREATE TABLE IF NOT EXISTS checkpoints (
-  path TEXT PRIMARY KEY, model TEXT, kind TEXT, folder TEXT, created REAL, bytes INTEGER, body TEXT, expires REAL);
+  id TEXT PRIMARY KEY, model TEXT, kind TEXT, folder TEXT, created REAL, bytes INTEGER, body TEXT, expires REAL);
 """
 _WAIT_SECONDS = 60.0  # for another thread's transaction
 
@@ -94,9 +94,7 @@ class Store:
         self._db.execute("PRAGMA wal_checkpoint(FULL)").fetchall()
 
     def row(self, table: str, key: str) -> dict[str, Any] | None:
-        """A row by its id, or path."""
-        name = "path" if table == "checkpoints" else "id"
-        found = self._db.execute(f"SELECT * FROM {table} WHERE {name} = ?", (key,)).fetchone()
+        found = self._db.execute(f"SELECT * FROM {table} WHERE id = ?", (key,)).fetchone()
         return None if found is None else dict(found)
 
     def rows(self, table: str, **equal: Any) -> list[dict[str, Any]]:
@@ -114,12 +112,10 @@ class Store:
 
     def set(self, table: str, key: str, **values: Any) -> None:
         names = ", ".join(f"{name} = ?" for name in values)
-        name = "path" if table == "checkpoints" else "id"
-        self._db.execute(f"UPDATE {table} SET {names} WHERE {name} = ?", (*values.values(), key))
+        self._db.execute(f"UPDATE {table} SET {names} WHERE id = ?", (*values.values(), key))
 
     def delete(self, table: str, key: str) -> None:
-        name = "path" if table == "checkpoints" else "id"
-        self._db.execute(f"DELETE FROM {table} WHERE {name} = ?", (key,))
+        self._db.execute(f"DELETE FROM {table} WHERE id = ?", (key,))
 
     def new_session(self, body: Mapping[str, Any]) -> str:
         """Its name: a number, so that the same calls after the same start have the same names."""
@@ -156,13 +152,16 @@ class Store:
         found = self._db.execute("SELECT * FROM futures WHERE answer IS NULL AND kind = ? ORDER BY rowid", (kind,))
         return [_future(row) for row in found]
 
+    def done(self, owner: str) -> int:
+        """The number of the last call of a model that is answered; -1: none is."""
+        found = self._db.execute("SELECT MAX(seq) FROM futures WHERE owner = ? AND answer IS NOT NULL", (owner,))
+        last = found.fetchone()[0]
+        return -1 if last is None else last
+
     def next_call(self, owner: str) -> Future | None:
         """The first call of a model that is not answered, where every one before it is there and answered."""
-        done = self._db.execute(
-            "SELECT COALESCE(MAX(seq), -1) FROM futures WHERE owner = ? AND answer IS NOT NULL", (owner,)
-        ).fetchone()[0]
         found = self._db.execute(
-            "SELECT * FROM futures WHERE owner = ? AND seq = ? AND answer IS NULL", (owner, done + 1)
+            "SELECT * FROM futures WHERE owner = ? AND seq = ? AND answer IS NULL", (owner, self.done(owner) + 1)
         ).fetchone()
         return None if found is None else _future(found)
 
@@ -184,10 +183,6 @@ class Store:
     def forget_bodies(self, owner: str, through: int) -> None:
         """Of a model's calls up to `through`, which a checkpoint has."""
         self._db.execute("UPDATE futures SET body = x'' WHERE owner = ? AND seq BETWEEN 1 AND ?", (owner, through))
-
-    def forget(self, owner: str) -> None:
-        """All calls of a model or sampling session."""
-        self._db.execute("DELETE FROM futures WHERE owner = ?", (owner,))
 
 
 def _future(row: sqlite3.Row) -> Future:

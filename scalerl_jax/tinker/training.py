@@ -231,7 +231,7 @@ class Training:
         """The run that has the mesh is saved where it can be, and gives it back."""
         run, self._run, self.holder = self._run, None, ""
         if run is not None:
-            done = max((one.seq for one in self._store.answered_after(run.id, run.saved)), default=run.saved)
+            done = self._store.done(run.id)
             if run.pending is None and done > run.saved:
                 self._save(run, done, at_once=True)
             run.checkpoints.close()
@@ -287,7 +287,7 @@ class Training:
                 raise Refused(f"path: {path} is there already")
             shutil.rmtree(folder, ignore_errors=True)
         checkpoints = Checkpoints(folder, keep=1)
-        run.trainer.save(checkpoints, max(1, future.seq), manifest={"call": future.seq}, arrays={})
+        run.trainer.save(checkpoints, future.seq, manifest={"call": future.seq}, arrays={})
         checkpoints.close()
         self._keep(run, path, "training", folder, future)
         return {"path": path, "type": "save_weights"}
@@ -324,7 +324,7 @@ class Training:
         size = sum(os.path.getsize(os.path.join(at, file)) for at, _, files in os.walk(folder) for file in files)
         body, ttl = future.fields, future.fields.get("ttl_seconds")
         self._store.put(
-            "checkpoints", path=path, model=run.id, kind=kind, folder=folder, created=time.time(), bytes=size,
+            "checkpoints", id=path, model=run.id, kind=kind, folder=folder, created=time.time(), bytes=size,
             body=json.dumps({"user_metadata": body.get("user_metadata"), "call": future.seq}),
             expires=time.time() + ttl if ttl else None,
         )  # fmt: skip

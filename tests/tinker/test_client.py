@@ -7,6 +7,7 @@ import httpx
 import numpy as np
 import pytest
 
+from scalerl_jax.environments.tokenizer import Tokenizer
 from tests.gateway.chat_model import VOCABULARY
 from tests.tinker.served import LONGEST, model_folder, rollout_server, tinker_server
 
@@ -127,6 +128,13 @@ def test_what_is_sampled_is_the_policys(service: Any, url: str) -> None:
     assert [
         int(t) for t in sampler.sample(types.ModelInput.from_ints(PROMPT), 1, stops).result().sequences[0].tokens
     ] == tokens[0][:1]
+    tokenizer = Tokenizer(client.get_info().model_data.tokenizer_id)
+    stop = next(character for character in tokenizer.decode(tokens[0]) if character.isascii())
+    stops = types.SamplingParams(max_tokens=8, seed=3, stop=[stop])
+    cut = sampler.sample(types.ModelInput.from_ints(PROMPT), 1, stops).result().sequences[0]
+    kept = [int(token) for token in cut.tokens]
+    assert cut.stop_reason == "stop" and tokens[0][: len(kept)] == kept
+    assert stop in tokenizer.decode(kept) and stop not in tokenizer.decode(kept[:-1])
     versions = httpx.get(f"{url}/api/v1/futures/{_request_of(found)}/versions").json()["versions"]
     assert [[span[0], span[2:]] for span in versions[0]] == [[client.model_id, [0, 8]]]
 
