@@ -40,6 +40,12 @@ def needed(*names: str) -> set[str]:
     return {PROVIDERS.get(name, name).replace("_", "-") for name in others(reached_from(*names)) - OPTIONAL}
 
 
+def test_an_install_has_every_module() -> None:
+    """setuptools takes a folder for a package where it has an __init__.py."""
+    folders = {path.parent for path in modules().values()}
+    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
 def test_every_import_of_the_trainer_is_declared() -> None:
     # launch.commands starts the server too, whose engines have extras of their own.
     ours = [m for m in modules() if m.startswith(("scalerl_jax", "launch")) and m != "launch.commands"]
