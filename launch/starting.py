@@ -58,6 +58,7 @@ def serve_flags(config: Config, *, engine: str, model: str, maximum_tokens: int)
         f"--compute_dtype={fleet.compute_dtype}",
         f"--sync_dtype={config.model.sync_dtype}",
         f"--head_precision={config.model.head_precision}",
+        *([f"--numerics={config.numerics}"] if config.numerics != "fast" else []),
         f"--maximum_tokens={maximum_tokens}",
         *(["--router_replay"] if config.rollout.router_replay else []),
     ]

@@ -37,6 +37,12 @@ flags.DEFINE_enum(
     ["default", "highest", "bfloat16"],
     "Of the head: operands in compute_dtype, or in float32, and float32 logits; or logits rounded to bfloat16.",
 )
+flags.DEFINE_enum(
+    "numerics",
+    "fast",
+    ["fast", "bitwise"],
+    "bitwise: the trainer's bits, for config.numerics=bitwise; jax engine only.",
+)
 flags.DEFINE_integer("maximum_tokens", 4096, "Prompt and completion together.", lower_bound=2)
 flags.DEFINE_bool(
     "router_replay", False, "Be able to tell the experts of each token, for config.rollout.router_replay."

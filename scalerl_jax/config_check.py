@@ -95,10 +95,33 @@ def check(config: Config) -> None:
             "config.objective.reward_weight=0: leaves nothing to learn from: set config.objective.distill"
         )
     _check_teachers(config)
+    _check_bitwise(config)
     # The other way round is allowed: the policy is the rounded one, computed in float32.
     if config.model.compute_dtype == "bfloat16" and config.model.sync_dtype == "float32":
         raise ConfigError(
             "config.model.sync_dtype=float32: the trainer computes in bfloat16, so it would train another policy"
+        )
+
+
+def _check_bitwise(config: Config) -> None:
+    """What config.numerics=bitwise is not there for, by name."""
+    if config.numerics != "bitwise":
+        return
+    cut = [f"learner.{axis}" for axis in ("context", "tensor", "expert") if getattr(config.learner, axis) > 1]
+    refused = {
+        **dict.fromkeys(cut, "sums over devices have another order"),
+        **({"fleet.engine": "its kernels are not the trainer's"} if config.fleet.engine != "jax" else {}),
+        **({"lora.rank": "an adapter is merged in two places"} if config.lora.rank else {}),
+        **({"model.attention": "has its own"} if config.model.attention not in ("auto", "blocks") else {}),
+        **({"model.head_precision": "is not there"} if config.model.head_precision == "bfloat16" else {}),
+    }
+    values = leaves(config)
+    for name, why in refused.items():
+        raise ConfigError(f"config.{name}={values[name]}: not with config.numerics=bitwise: {why}")
+    if config.fleet.compute_dtype not in ("auto", config.model.compute_dtype) and config.model.compute_dtype != "auto":
+        raise ConfigError(
+            f"config.fleet.compute_dtype={config.fleet.compute_dtype}: config.numerics=bitwise requires that of the "
+            f"trainer, {config.model.compute_dtype}"
         )
 
 

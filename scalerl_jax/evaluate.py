@@ -54,7 +54,7 @@ from scalerl_jax.system import platforms, signals
 
 FLAGS = flags.FLAGS
 # What completions and their scores depend on, beside the prompts; the rest of the config may change on the way.
-_SETTINGS = ("seed", "model.sync_dtype", "model.head_precision", "fleet.engine", "fleet.compute_dtype")
+_SETTINGS = ("seed", "model.sync_dtype", "model.head_precision", "numerics", "fleet.engine", "fleet.compute_dtype")
 _GROUPS = ("environment.", "mixture.", "rollout.", "evaluation.prompts", "evaluation.samples")
 
 

@@ -37,6 +37,7 @@ class EngineOptions:
     compute_dtype: str  # "float32" | "bfloat16", of the matrix products
     sync_dtype: str  # likewise; weights are rounded to it, then used in the other
     head_precision: str = "default"  # | "highest" | "bfloat16", as in the trainer's config
+    numerics: str = "fast"  # | "bitwise", as in the trainer's config
     decode_chunk: int = 8  # decode steps between two looks at queue and weights
     router_replay: bool = False  # can tell the experts of its completions
 
@@ -73,6 +74,7 @@ class EngineInfo:
     head_dtype: str = "float32"
     head_precision: str = "default"  # | "highest" | "bfloat16": that of the logits
     sync_dtype: str = "float32"
+    numerics: str = "fast"  # or what the same bits depend on, in words
     devices: int = 1
     router_replay: bool = False  # tells the experts of completions, where a request asks for them
     maximum_top_k: int = 0  # top and target ids of a token that `score` returns

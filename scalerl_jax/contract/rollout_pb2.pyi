@@ -260,7 +260,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("server_id", "engine", "version", "model_config", "tokenizer_fingerprint", "compute_dtype", "head_dtype", "sync_dtype", "devices", "slots", "busy_slots", "queue_capacity", "queued", "maximum_tokens", "sampled_tokens", "forced_tokens", "prefill_tokens", "up_seconds", "busy_seconds", "pause_seconds", "versions_applied", "chunks_refused", "head_precision", "router_replay", "reused_tokens", "maximum_top_k")
+    __slots__ = ("server_id", "engine", "version", "model_config", "tokenizer_fingerprint", "compute_dtype", "head_dtype", "sync_dtype", "devices", "slots", "busy_slots", "queue_capacity", "queued", "maximum_tokens", "sampled_tokens", "forced_tokens", "prefill_tokens", "up_seconds", "busy_seconds", "pause_seconds", "versions_applied", "chunks_refused", "head_precision", "router_replay", "reused_tokens", "maximum_top_k", "numerics")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +287,7 @@ class StatusReply(_message.Message):
     ROUTER_REPLAY_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAXIMUM_TOP_K_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     engine: str
     version: Version
@@ -313,4 +314,5 @@ class StatusReply(_message.Message):
     router_replay: bool
     reused_tokens: int
     maximum_top_k: int
-    def __init__(self, server_id: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., model_config: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., head_dtype: _Optional[str] = ..., sync_dtype: _Optional[str] = ..., devices: _Optional[int] = ..., slots: _Optional[int] = ..., busy_slots: _Optional[int] = ..., queue_capacity: _Optional[int] = ..., queued: _Optional[int] = ..., maximum_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., up_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ..., versions_applied: _Optional[int] = ..., chunks_refused: _Optional[int] = ..., head_precision: _Optional[str] = ..., router_replay: bool = ..., reused_tokens: _Optional[int] = ..., maximum_top_k: _Optional[int] = ...) -> None: ...
+    numerics: str
+    def __init__(self, server_id: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., model_config: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., head_dtype: _Optional[str] = ..., sync_dtype: _Optional[str] = ..., devices: _Optional[int] = ..., slots: _Optional[int] = ..., busy_slots: _Optional[int] = ..., queue_capacity: _Optional[int] = ..., queued: _Optional[int] = ..., maximum_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., up_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ..., versions_applied: _Optional[int] = ..., chunks_refused: _Optional[int] = ..., head_precision: _Optional[str] = ..., router_replay: bool = ..., reused_tokens: _Optional[int] = ..., maximum_top_k: _Optional[int] = ..., numerics: _Optional[str] = ...) -> None: ...

@@ -252,7 +252,10 @@ def per_token(sums: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: sums[name] for name in ("loss", "gradient_norm", "micro_batches", "row_use")},
         **(expert_load(sums["expert_tokens"], sums.get("moved_pairs")) if "expert_tokens" in sums else {}),
-        **{name: sums[name] / tokens for name in ("entropy", "mismatch", "kl", "ratio", "clipped", "masked")},
+        **{
+            name: sums[name] / tokens
+            for name in ("entropy", "mismatch", "other_bits", "kl", "ratio", "clipped", "masked")
+        },
         "mismatch_max": sums["max_mismatch"],
         "ratio_max": sums["max_ratio"],
         "effective_sample_size": effective_size(sums["ratio"], sums["ratio_squared"], tokens),

@@ -52,7 +52,9 @@ def make_trainer(
         objective=objective,
         optimizer=optimizer or config.optimizer,
         mesh=mesh,
-        precision=Precision(config.model.compute_dtype, config.model.sync_dtype, config.model.head_precision),
+        precision=Precision(
+            config.model.compute_dtype, config.model.sync_dtype, config.model.head_precision, config.numerics
+        ),
         layout=Layout(
             seq_len=seq_len or config.learner.seq_len,
             rows=rows * shards,

@@ -79,10 +79,11 @@ def pack(
     routed: tuple[int, int] | None = None,
     teacher_k: int = 0,
     most: int | None = None,
+    align: int = 1,
 ) -> tuple[list[MicroBatch], list[Place]]:
     """Packs segments into micro-batches of [rows, length].
 
-    most: segments of a row; None: any number.
+    most: segments of a row; None: any number. align: they start at multiples of it, which divides `length`.
     routed: layers, experts per token: the micro-batches tell the segments' experts; None: they do not.
     teacher_k: ids at each position: the micro-batches hold those of the segments' teachers; 0: they do not.
     beside: segments that take what room the others leave, and rows of their own beyond it: those lie where they would
@@ -97,7 +98,8 @@ def pack(
             raise ValueError(f"segment {i} has {size + 1} tokens: at least 2 are needed")
         if size > length:
             raise ValueError(f"segment {i} has {size + 1} tokens: a row holds {length + 1} (config.learner.seq_len)")
-    where = first_fit(positions, length=length, beside=len(segments) - first, most=most)
+    taken = [-(-size // align) * align for size in positions]
+    where = first_fit(taken, length=length, beside=len(segments) - first, most=most)
     row_count = 1 + max((row for row, _ in where), default=-1)
 
     batches = max(1, -(-row_count // rows))

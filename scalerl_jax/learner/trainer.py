@@ -39,6 +39,7 @@ from scalerl_jax.learner.checkpoint import Checkpoint, Checkpoints
 from scalerl_jax.learner.digests import fingerprint
 from scalerl_jax.learner.packing import Elsewhere, MicroBatch, Place, Segment, pack, plain, positions_of, unpack
 from scalerl_jax.learner.weight_snapshots import Version, WeightSnapshots, host_arrays, host_blocks
+from scalerl_jax.model import row_blocks
 from scalerl_jax.model.attention import Shapes
 from scalerl_jax.model.attention import choose as choose_attention
 from scalerl_jax.model.decoder import Params, Precision, abstract_params, forward
@@ -147,9 +148,10 @@ class Trainer:
         self.seq_len, self.rows, self.rows_per_shard = seq_len, rows, rows // shards
         self._objective, self._optimizer = objective, optimizer
         self._routed = (decoder.layers, decoder.experts_per_token) if layout.router_replay else None
-        shapes = Shapes(seq_len, decoder.head_dim, precision.compute, parts, layout.max_segment)
+        shapes = Shapes(seq_len, decoder.head_dim, precision.compute, parts, layout.max_segment, precision.bitwise)
         self.attention, self.attention_note = choose_attention(layout.attention, mesh.devices.flat[0], shapes)
         self.most_segments = self.attention.segments or None  # of a row
+        self._align = row_blocks.alignment(precision, decoder, mesh, seq_len)
         self._batch_sharding = batches = NamedSharding(mesh, PartitionSpec(ROWS, "context"))
         self._whole = whole = NamedSharding(mesh, PartitionSpec())
         # What a host reads has to be on one of its devices.
@@ -385,7 +387,7 @@ class Trainer:
         """As packing.pack, in micro-batches of this trainer's shape."""
         return pack(
             segments, length=self.seq_len, rows=self.rows, beside=beside, routed=self._routed,
-            teacher_k=self.layout.teacher_k, most=self.most_segments,
+            teacher_k=self.layout.teacher_k, most=self.most_segments, align=self._align,
         )  # fmt: skip
 
     def _put(self, batch: MicroBatch) -> dict[str, jax.Array]:

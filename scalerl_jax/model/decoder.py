@@ -27,6 +27,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
+from scalerl_jax.model import row_blocks
 from scalerl_jax.model.attention import BLOCKS, Backend, packed_attention
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.expert_axis import sharded_expert_mlp
@@ -292,6 +293,90 @@ class Layer:
         return (self.placed_key(x) * factor).astype(x.dtype)
 
 
+class RowLayer(Layer):
+    """A layer whose stages are computed in blocks of rows (row_blocks.py)."""
+
+    @property
+    def _lead(self) -> int:
+        return self._rotation[0].ndim - 1
+
+    def norm(self, x: jax.Array, leaf: str) -> jax.Array:
+        return _norm_rows(x, self._weights[leaf], self._config, self._precision, self._lead, self._mesh)
+
+    def project(self, x: jax.Array, *leaves: str) -> Any:
+        weights = tuple(self._weights[leaf] for leaf in leaves)
+        out = project_rows(x, weights, self._precision, self._lead, self._mesh)
+        named = [checkpoint_name(y, PRODUCT) for y in out]
+        return named if len(leaves) > 1 else named[0]
+
+    def rotate(self, x: jax.Array) -> jax.Array:
+        return row_blocks.staged(_rotate_rows, (x, *self._rotation[:2]), (), self._lead, self._mesh)
+
+    def silu(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
+        return row_blocks.staged(_silu_rows, (x,), (), self._lead, self._mesh)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def project_rows(
+    x: jax.Array, weights: tuple[jax.Array, ...], precision: Precision, lead: int, mesh: Mesh | None
+) -> list[jax.Array]:
+    """As `project`, in blocks of rows, by several weights side by side, as the generators hold them."""
+    joined = jnp.concatenate([precision.cast(weight).T for weight in weights])
+    out = row_blocks.product(x, joined, precision.dot, lead=lead, mesh=mesh).astype(x.dtype)
+    return jnp.split(out, list(itertools.accumulate(weight.shape[1] for weight in weights[:-1])), axis=-1)
+
+
+def _project_rows_backward(precision: Precision, lead: int, mesh: Mesh | None, saved: Any, g: list[jax.Array]) -> Any:
+    x, weights = saved
+    parts = [_project_backward(precision, (x, weight), one) for weight, one in zip(weights, g, strict=True)]
+    return functools.reduce(jnp.add, [dx for dx, _ in parts]), tuple(dw for _, dw in parts)
+
+
+project_rows.defvjp(
+    lambda x, weights, precision, lead, mesh: (project_rows(x, weights, precision, lead, mesh), (x, weights)),
+    _project_rows_backward,
+)
+
+
+def _norm_rows(
+    x: jax.Array, scale: jax.Array, config: DecoderConfig, precision: Precision, lead: int, mesh: Mesh | None
+) -> jax.Array:
+    def stage(rows: Any, shared: Any) -> jax.Array:
+        return rms_norm(*rows, *shared, config.norm_epsilon)
+
+    return row_blocks.staged(stage, (x,), (precision.cast(scale, "float32"),), lead, mesh)
+
+
+def _rotate_rows(rows: Any, shared: Any) -> jax.Array:
+    return apply_rope(*rows)
+
+
+def _silu_rows(rows: Any, shared: Any) -> jax.Array:
+    return jax.nn.silu(rows[0])
+
+
+def final_norm(
+    x: jax.Array, scale: jax.Array, config: DecoderConfig, precision: Precision, *, lead: int, mesh: Mesh | None = None
+) -> jax.Array:
+    """lead: dimensions of x that are tokens."""
+    if precision.bitwise:
+        return _norm_rows(x, scale, config, precision, lead, mesh)
+    return rms_norm(x, scale, config.norm_epsilon, precision)
+
+
+def rotation_of(
+    config: DecoderConfig, positions: jax.Array, precision: Precision, *, mesh: Mesh | None = None
+) -> Rotation:
+    """rope_tables, as the numerics have it."""
+    if not precision.bitwise:
+        return rope_tables(config, positions)
+
+    def stage(rows: Any, shared: Any) -> Rotation:
+        return rope_tables(config, *rows)
+
+    return row_blocks.in_blocks(stage, (positions,), lead=positions.ndim, mesh=mesh)
+
+
 def chunk_ids(segment_ids: jax.Array, positions: jax.Array, chunk: int) -> jax.Array:
     """[rows, length] int32: an id of its own for each part of a segment in one chunk of positions; padding stays 0."""
     part = positions // chunk
@@ -344,7 +429,7 @@ def forward(
     dict, float32: of a family with experts expert_tokens [layers, experts], those that came to each, and where experts
     are given moved_pairs [layers], the pairs (token, expert) that their router would not have made.
     """
-    layer, rotation = FAMILIES[config.family].layer, rope_tables(config, positions)
+    layer, rotation = FAMILIES[config.family].layer, rotation_of(config, positions, precision, mesh=mesh)
     # Gathered in float32 first, so that its cotangent is summed in float32.
     x = constrain(precision.cast(_embedded(params["embed"], tokens, config, mesh)), mesh, ROWS, "context", None)
 
@@ -367,7 +452,8 @@ def forward(
             return attend_segment(q, k, v, segment_ids=jnp.where(local, chunks, segment_ids))
 
     def block(x: jax.Array, weights: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
-        own = Layer(weights, config, rotation, precision, mesh=mesh, real=segment_ids > 0, given=weights.get("given"))
+        kind = RowLayer if precision.bitwise else Layer
+        own = kind(weights, config, rotation, precision, mesh=mesh, real=segment_ids > 0, given=weights.get("given"))
         x = layer(own, x, attend)
         counts = {}
         if own.chosen is not None:
@@ -377,5 +463,5 @@ def forward(
         return constrain(x, mesh, ROWS, "context", None), counts
 
     x, counts = scan_blocks(block, x, layers, remat)
-    hidden = rms_norm(x, params["final_norm"], config.norm_epsilon, precision)
+    hidden = final_norm(x, params["final_norm"], config, precision, lead=2, mesh=mesh)
     return (hidden, counts) if counted else hidden

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from scalerl_jax.model import row_blocks
 from scalerl_jax.model.decoder import Params, Precision
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.lora import merged
@@ -54,11 +55,23 @@ def logits(
 
 def _product(hidden: jax.Array, weight: jax.Array, precision: Precision) -> jax.Array:
     dtype, dot = _operands(precision)
-    product = jax.lax.dot_general(
-        hidden.astype(dtype), weight, (((hidden.ndim - 1,), (1,)), ((), ())),
-        precision=dot, preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    hidden = hidden.astype(dtype)
+    if precision.bitwise:
+        product = row_blocks.product(hidden, weight, dot, lead=hidden.ndim - 1)
+    else:
+        product = jax.lax.dot_general(
+            hidden, weight, (((hidden.ndim - 1,), (1,)), ((), ())), precision=dot, preferred_element_type=jnp.float32
+        )
     return rounded_to(product, "bfloat16") if precision.head == "bfloat16" else product
+
+
+def spread_of(logit: jax.Array, precision: Precision) -> tuple[jax.Array, jax.Array]:
+    """logit [N, V] float32 -> (shifted so that the largest of each is 0, log of the sum of its exponentials [N, 1]):
+    their difference is the log-probs, as training has them."""
+    shifted = logit - jnp.max(logit, axis=-1, keepdims=True)
+    if precision.bitwise:
+        return shifted, row_blocks.log_sum(shifted, lead=1)[:, None]
+    return shifted, jnp.log(jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -187,7 +200,7 @@ def _scan(
         # A masked sum and not a gather: on a CPU it fuses where a gather's scatter-add in the backward pass does not.
         token = first + jax.lax.broadcasted_iota(jnp.int32, logit.shape, logit.ndim - 1)
         target = over_vocabulary(jnp.sum(jnp.where(token == targets[..., None], shifted, 0.0), axis=-1))
-        spread = jnp.log(total)
+        spread = row_blocks.log_sum(shifted, lead=2) if precision.bitwise else jnp.log(total)
         others = [named(shifted, wanted) - spread[..., None] for wanted in ids]
         if not entropy:
             return target - spread, jnp.zeros_like(spread), *others

@@ -21,11 +21,16 @@ class Precision:
     sync: str = "float32"  # what weights are rounded to before every use
     # default: operands in the compute dtype | highest: float32 operands | bfloat16: as default, logits rounded to it
     head: str = "default"
+    numerics: str = "fast"  # | bitwise: a token's numbers are the same bits wherever it stands (row_blocks.py)
 
     @property
     def dot(self) -> jax.lax.Precision:
         # On TPU and recent GPUs a float32 product is done in bf16 or TF32 passes unless asked otherwise.
         return jax.lax.Precision.HIGHEST if self.compute == "float32" else jax.lax.Precision.DEFAULT
+
+    @property
+    def bitwise(self) -> bool:
+        return self.numerics == "bitwise"
 
     def cast(self, weight: Any, dtype: str | None = None) -> jax.Array:
         """The weight (array or LowRank) as every user of the policy sees it: rounded to the sync dtype, then in `dtype`

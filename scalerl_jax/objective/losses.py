@@ -357,6 +357,7 @@ def policy_loss(
         "tokens": jnp.sum(count),
         "nll": -jnp.sum(jax.lax.stop_gradient(logp_train)),
         "mismatch": jnp.sum(jnp.abs(exact) * count),
+        "other_bits": jnp.sum(exact != 0, dtype=jnp.float32),
         "ratio": jnp.sum(ratio * count),
         "ratio_squared": jnp.sum(ratio**2 * count),
         "kl": jnp.sum(_kl_estimate(jax.lax.stop_gradient(log_ratio)) * count),

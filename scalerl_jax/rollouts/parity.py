@@ -94,6 +94,7 @@ class Mismatch:
     mean: float
     p99: float
     tokens: int
+    other_bits: int  # tokens whose two log-probs are not the same
 
 
 def mismatch(
@@ -113,8 +114,13 @@ def mismatch(
             parts.append(difference[completion.sampled()])
     differences = np.concatenate([np.zeros(0), *parts])
     if not len(differences) or not np.isfinite(differences).all():
-        return Mismatch(float("inf"), float("inf"), len(differences))
-    return Mismatch(float(differences.mean()), float(np.quantile(differences, 0.99)), len(differences))
+        return Mismatch(float("inf"), float("inf"), len(differences), len(differences))
+    return Mismatch(
+        float(differences.mean()),
+        float(np.quantile(differences, 0.99)),
+        len(differences),
+        np.count_nonzero(differences),
+    )
 
 
 class Probe:
@@ -126,7 +132,7 @@ class Probe:
         limits = LIMITS_WITH_EXPERTS if expected.experts else LIMITS
         mean, p99 = limits["bfloat16" if expected.head_precision == "bfloat16" else dtype]
         self.limits = (config.mean_limit or mean, config.p99_limit or p99)
-        self.score = score
+        self.score, self._bitwise = score, expected.numerics == "bitwise"
 
     def admit_candidates(self, fleet: Fleet) -> list[tuple[str, Mismatch]]:
         """Scores what candidates sampled with the version the trainer holds now; admits or turns away each.
@@ -158,6 +164,11 @@ class Probe:
 
     def _too_far(self, found: Mismatch) -> str:
         mean, p99 = self.limits
+        if self._bitwise and found.other_bits:
+            return (
+                f"its log-probs of {found.other_bits} of {found.tokens} tokens are not the trainer's to the bit, by "
+                f"{found.mean:.2g} on average: config.numerics=bitwise"
+            )
         if found.mean <= mean and found.p99 <= p99:
             return ""
         return (

@@ -63,6 +63,7 @@ def expected_of(config: Config, decoder: DecoderConfig | None, *, maximum_tokens
         maximum_tokens=maximum_tokens,
         router_replay=config.rollout.router_replay,
         experts=decoder is not None and decoder.experts > 0,
+        numerics=config.numerics,
         top_k=config.distill.k if config.objective.distill == "student_topk" else 0,
     )
 

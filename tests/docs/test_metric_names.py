@@ -49,8 +49,8 @@ def test_no_key_is_explained_twice() -> None:
 
 def test_what_parts_of_a_row_say_is_explained() -> None:
     sums = dict.fromkeys(
-        ("tokens", "loss", "gradient_norm", "micro_batches", "row_use", "entropy", "mismatch", "kl", "ratio",
-         "ratio_squared", "clipped", "masked", "max_mismatch", "max_ratio", "reference_kl", "compared",
+        ("tokens", "loss", "gradient_norm", "micro_batches", "row_use", "entropy", "mismatch", "other_bits", "kl",
+         "ratio", "ratio_squared", "clipped", "masked", "max_mismatch", "max_ratio", "reference_kl", "compared",
          "teacher_divergence", "teacher_tail"), 1.0
     )  # fmt: skip
     for part in (per_token(sums), WaitTimes().drain(), {"pushes": SyncStats().drain()}):

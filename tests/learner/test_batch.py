@@ -311,6 +311,7 @@ def test_sums_become_means_over_loss_tokens():
         "entropy": 8.0,
         "mismatch": 0.4,
         "max_mismatch": 0.3,
+        "other_bits": 1.0,
         "kl": 0.2,
         "ratio": 4.0,
         "ratio_squared": 5.0,
@@ -323,7 +324,7 @@ def test_sums_become_means_over_loss_tokens():
     }
     values = per_token(sums)
     assert values["loss"] == -0.25 and values["gradient_norm"] == 3.0
-    assert (values["entropy"], values["clipped"], values["masked"]) == (2.0, 0.25, 0.5)
+    assert (values["entropy"], values["clipped"], values["masked"], values["other_bits"]) == (2.0, 0.25, 0.5, 0.25)
     assert values["effective_sample_size"] == pytest.approx(16 / 20)  # (sum r)^2 / (n sum r^2)
 
 

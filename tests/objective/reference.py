@@ -130,7 +130,9 @@ def rows_loss(rows: dict[str, np.ndarray], options) -> tuple[float, np.ndarray, 
     rows = {name: np.asarray(value, np.float64) for name, value in rows.items()}
     train, gen, weights = rows["logp_train"], rows["logp_gen"], rows["weights"]
     loss, gradient = 0.0, np.zeros_like(train)
-    sums = dict.fromkeys("tokens nll mismatch ratio ratio_squared kl clipped masked max_mismatch max_ratio".split(), 0)
+    sums = dict.fromkeys(
+        "tokens nll mismatch other_bits ratio ratio_squared kl clipped masked max_mismatch max_ratio".split(), 0
+    )
     for r, ids in enumerate(rows["segment_ids"]):
         for segment in set(ids.tolist()) - {0}:
             at = [t for t in range(len(ids)) if ids[t] == segment and weights[r, t] > 0]
@@ -151,6 +153,7 @@ def rows_loss(rows: dict[str, np.ndarray], options) -> tuple[float, np.ndarray, 
                 sums["tokens"] += 1
                 sums["nll"] -= train[r, t]
                 sums["mismatch"] += abs(difference)
+                sums["other_bits"] += difference != 0
                 sums["ratio"] += rho
                 sums["ratio_squared"] += rho**2
                 sums["kl"] += rho - 1 - difference

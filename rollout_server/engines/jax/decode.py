@@ -41,13 +41,14 @@ import numpy as np
 
 from rollout_server.engines.admission import LONGEST_END, LONGEST_PHRASE, MOST_STOPS
 from rollout_server.engines.jax.sampling import sample, uniforms
-from rollout_server.engines.jax.weights import DecodeLayer, DecodePrecision, DecodeWeights, product
+from rollout_server.engines.jax.weights import DecodeLayer, DecodePrecision, DecodeRowLayer, DecodeWeights, product
 from scalerl_jax.contract.codec import expert_dtype
-from scalerl_jax.model.attention import packed_attention
-from scalerl_jax.model.decoder import Precision, Rotation, rms_norm, rope_tables
+from scalerl_jax.model.attention import BLOCKS, TILES, packed_attention
+from scalerl_jax.model.attention.tiles import attend_slots
+from scalerl_jax.model.decoder import Precision, Rotation, final_norm, rope_tables, rotation_of
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.families import FAMILIES
-from scalerl_jax.model.head import head_weight
+from scalerl_jax.model.head import head_weight, logits, spread_of
 
 THINK, PHRASE, ANSWER = 0, 1, 2
 RUNNING, STOP, LENGTH = 0, 1, 2
@@ -164,7 +165,7 @@ def _through(
     """x [..., width] through every layer: (like x, of each layer the tokens' experts [..., k]; None without any)."""
     layer, chosen = FAMILIES[config.family].layer, []
     for own in _layers(weights, config):
-        decoding = DecodeLayer(own, config, rotation, precision)
+        decoding = (DecodeRowLayer if precision.bitwise else DecodeLayer)(own, config, rotation, precision)
         x = layer(decoding, x, attend)
         chosen.append(decoding.chosen)
     return x, chosen
@@ -228,7 +229,7 @@ def prefill(
 
     experts: third, those of each token, [P, L, k] uint8 | uint16; else None.
     """
-    rotation = rope_tables(config, jnp.arange(len(tokens))[None])
+    rotation = rotation_of(config, jnp.arange(len(tokens))[None], precision)
     segment_ids = jnp.ones((1, len(tokens)), jnp.int32)
     x = weights["embed"][tokens][None].astype(precision.compute)
     keys: Caches = []
@@ -238,7 +239,8 @@ def prefill(
         keys.append(jnp.moveaxis(k[0], 0, 2).astype(precision.cache))
         values.append(jnp.swapaxes(v[0], 0, 1).astype(precision.cache))
         chunks = 1 + jnp.arange(len(tokens))[None] // config.attention_chunk if local else segment_ids
-        return packed_attention(q, k, v, chunks, precision=precision.dot)
+        backend = TILES if precision.bitwise else BLOCKS
+        return packed_attention(q, k, v, chunks, precision=precision.dot, backend=backend)
 
     _, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
     return keys, values, _together(chosen, config)[0] if experts else None
@@ -407,7 +409,7 @@ def decode_chunk(
         state = jax.tree.map(lambda rows: rows[:width], whole)
     # A live slot advances by one a step, so all angles and random numbers are known before the first.
     positions = state.position + jnp.arange(steps)[:, None]
-    per_step = (rope_tables(config, positions), uniforms(state.settings.seed, positions))
+    per_step = (rotation_of(config, positions, precision), uniforms(state.settings.seed, positions))
 
     def step(state: State, xs: Any) -> tuple[State, Any]:
         rotation, u = xs
@@ -415,6 +417,11 @@ def decode_chunk(
         with jax.named_scope("sample"):
             s = state.settings
             token, logprob = sample(logit, s.temperature, s.top_k, s.top_p, u, filtered=filtered)
+            if precision.bitwise:  # as training has it, where it is of the policy itself
+                shifted, spread = spread_of(logit, precision)
+                plain = (jnp.take_along_axis(shifted, token[:, None], axis=1) - spread)[:, 0]
+                as_it_is = (s.temperature == 1) & (s.top_k == 0) & (s.top_p == 1)
+                logprob = jnp.where(as_it_is, plain, logprob)
         state, outputs = _advance(dataclasses.replace(state, keys=keys, values=values), token, logprob, maximum=maximum)
         return state, (*outputs, _together(chosen, config) if experts else None)
 
@@ -442,11 +449,15 @@ def _feed(
         value = value.at[slots, :, state.position].set(v.astype(value.dtype), **write)
         keys.append(key)
         values.append(value)
+        if precision.bitwise:
+            return attend_slots(q, key, value, state.position, precision.dot)
         first = state.position // config.attention_chunk * config.attention_chunk if local else None
         return _attend(q, key, value, state.position, precision, first=first)
 
     x, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
-    x = rms_norm(x, weights["final_norm"], config.norm_epsilon, precision)
+    x = final_norm(x, weights["final_norm"], config, precision, lead=1)
+    if precision.bitwise:
+        return logits(weights, config, x, precision=precision), keys, values, chosen
     head = head_weight(weights, config)  # in the head's dtype
     return product(x.astype(head.dtype), head, on_cpu=precision.on_cpu), keys, values, chosen
 

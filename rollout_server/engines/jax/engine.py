@@ -61,9 +61,11 @@ from rollout_server.engines.jax.weights import (
 from rollout_server.engines.request_queue import QueuedEngine, RequestQueue
 from rollout_server.engines.sequence import Sequence
 from scalerl_jax.contract.codec import GroupRequest, ScoreRequest, Scores, Version
+from scalerl_jax.model import row_blocks
+from scalerl_jax.model.attention import BLOCKS, TILES
 from scalerl_jax.model.decoder import Precision, forward
 from scalerl_jax.model.decoder_config import DecoderConfig, read_config
-from scalerl_jax.model.head import chunk_of, logits
+from scalerl_jax.model.head import chunk_of, logits, spread_of
 from scalerl_jax.model.hf import Tensors
 from scalerl_jax.model.tensor_layout import hf_tensors
 from scalerl_jax.system import memory
@@ -80,7 +82,10 @@ def _hidden(
     """tokens [length] int32 -> what the head is given for the token after each, in chunks [C, width]."""
     params, row = model_params(weights, config), tokens[None]
     positions = jnp.arange(len(tokens))[None]
-    hidden = forward(params, config, row, positions, jnp.ones_like(row), precision=precision, remat="none")[0]
+    attention = TILES if precision.bitwise else BLOCKS
+    hidden = forward(
+        params, config, row, positions, jnp.ones_like(row), precision=precision, remat="none", attention=attention
+    )[0]
     chunk = min(chunk_of(0, precision.platform), len(tokens))
     hidden = jnp.pad(hidden, ((0, -len(tokens) % chunk), (0, 0)))
     return jnp.split(hidden, len(hidden) // chunk)
@@ -101,10 +106,10 @@ def _score(
     No more than a chunk's logits exist at once.
     """
     logit = logits(model_params(weights, config), config, hidden, precision=precision)
-    total = jax.nn.logsumexp(logit, axis=-1, keepdims=True)
-    scored = jnp.where(ids < 0, 0.0, jnp.take_along_axis(logit, jnp.maximum(ids, 0), axis=1) - total)
-    top, top_ids = _top(logit, min(top_k, config.vocab_size))
-    return scored, top_ids, top - total
+    shifted, spread = spread_of(logit, precision)
+    scored = jnp.where(ids < 0, 0.0, jnp.take_along_axis(shifted, jnp.maximum(ids, 0), axis=1) - spread)
+    top, top_ids = _top(shifted, min(top_k, config.vocab_size))
+    return scored, top_ids, top - spread
 
 
 def _top(logit: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -222,8 +227,14 @@ class JaxEngine(QueuedEngine):
 
     def __init__(self, options: EngineOptions, *, lookahead: int | None = None):
         self._config = config = read_config(options.model)
-        self._precision = Precision(compute=options.compute_dtype, sync=options.sync_dtype, head=options.head_precision)
+        self._precision = Precision(options.compute_dtype, options.sync_dtype, options.head_precision, options.numerics)
         info = engine_info("jax", options, config)
+        if self._precision.bitwise:
+            if fault := row_blocks.unfit(config):
+                raise ValueError(f"--numerics=bitwise: {fault}")
+            if options.head_precision == "bfloat16":
+                raise ValueError("--head_precision=bfloat16: not with --numerics=bitwise")
+            info = dataclasses.replace(info, numerics=row_blocks.fingerprint())
         computing = decode_precision(self._precision, jax.local_devices()[0].platform)
         on_cpu, maximum = computing.on_cpu, info.maximum_tokens
         like = abstract_weights(config, self._precision)
@@ -248,7 +259,8 @@ class JaxEngine(QueuedEngine):
         logging.info("%s", estimate.check(device=device, host=host, process=process))
         # As much as the slots themselves may take, and no more than half of what is left: it is only to save time.
         spare = estimate.spare(device=device, host=host, process=process)
-        self._pool.sessions.limit = min(estimate.cache, spare // 2)
+        if not self._precision.bitwise:  # there every turn is prefilled whole: of one version, and in the same blocks
+            self._pool.sessions.limit = min(estimate.cache, spare // 2)
         self._lookahead = (0 if on_cpu else 1) if lookahead is None else lookahead
 
         # Everything below is guarded by this condition; notified when the decode thread may have something to do.

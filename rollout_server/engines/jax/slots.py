@@ -75,9 +75,10 @@ class SlotPool:
         self._of_every_prefill: Any = {"config": config, "precision": precision, "experts": router_replay}
         self._of_every_chunk: Any = {**self._of_every_prefill, "steps": steps, "maximum": maximum}
         longest = -(-maximum // ALIGNMENT) * ALIGNMENT
+        smallest = max(SMALLEST_CACHE, longest // 16) // ALIGNMENT * ALIGNMENT
         self._prefill_buckets = buckets(SMALLEST_PREFILL, longest)
         # A long cache gets no tiny sizes: their chunks would be quick anyway.
-        self._lengths = buckets(max(SMALLEST_CACHE, longest // 16), longest, halfway=longest <= SHORT_CACHE)
+        self._lengths = buckets(smallest, longest, halfway=longest <= SHORT_CACHE)
         self._length = self._lengths[0]  # the cache's now
         self._state = decode.empty_state(config, precision, slots=slots, length=self._length)
         self._too_long = 0  # chunks in a row for which a shorter cache would have done

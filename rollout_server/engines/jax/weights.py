@@ -35,7 +35,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalerl_jax.contract.weight_delta import Change
-from scalerl_jax.model.decoder import Layer, Params, Precision, param_tree
+from scalerl_jax.model import row_blocks
+from scalerl_jax.model.decoder import Layer, Params, Precision, RowLayer, param_tree
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.families.rows import WeightRow
 from scalerl_jax.model.tensor_layout import Tensor, check_shapes, hf_tensors, layout, rows
@@ -67,7 +68,7 @@ class DecodePrecision(Precision):
 
 def decode_precision(precision: Precision, platform: str) -> DecodePrecision:
     """The precision to compute with on decode weights: they are rounded already, once is enough."""
-    return DecodePrecision(compute=precision.compute, sync="float32", head=precision.head, platform=platform)
+    return DecodePrecision(precision.compute, "float32", precision.head, precision.numerics, platform=platform)
 
 
 def decode_weights(
@@ -223,3 +224,13 @@ class DecodeLayer(Layer):
         if not lies_as_in_files(rows(self._config)[leaves[0]]):
             return super().weight(*leaves)
         return self._each(leaves, lambda weight: self._precision.cast(weight).T, -1)
+
+
+class DecodeRowLayer(RowLayer):
+    """Likewise, in blocks of rows."""
+
+    def project(self, x: jax.Array, *leaves: str) -> object:
+        def use(weight: jax.Array) -> jax.Array:
+            return row_blocks.product(x, weight, self._precision.dot, lead=self._lead).astype(x.dtype)
+
+        return self._each(leaves, use, -1)

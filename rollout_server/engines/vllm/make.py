@@ -16,6 +16,8 @@ DEVICE_MEMORY = flags.DEFINE_float("device_memory", 0.9, "vllm: the share of a G
 async def make(options: "EngineOptions") -> "Engine":
     """Raises UsageError or ValueError in one line."""
     model_folder.check(options.model, weights=True)
+    if options.numerics != "fast":
+        raise model_folder.UsageError(f"--numerics={options.numerics}: only the jax engine computes the trainer's bits")
     needed = {"highest": "float32", "bfloat16": "bfloat16"}.get(options.head_precision, options.compute_dtype)
     if options.compute_dtype != needed:
         raise model_folder.UsageError(

@@ -1,7 +1,7 @@
 """Attention: one function, one file a backend, and the choice among them."""
 
-from scalerl_jax.model.attention.backend import BLOCKS, SAVED, Backend
+from scalerl_jax.model.attention.backend import BLOCKS, SAVED, TILES, Backend
 from scalerl_jax.model.attention.choose import Shapes, choose
 from scalerl_jax.model.attention.packed import packed_attention
 
-__all__ = ["BLOCKS", "SAVED", "Backend", "Shapes", "choose", "packed_attention"]
+__all__ = ["BLOCKS", "SAVED", "TILES", "Backend", "Shapes", "choose", "packed_attention"]

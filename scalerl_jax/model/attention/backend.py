@@ -9,10 +9,10 @@ SAVED = "attention"  # the name of what the backward pass keeps (jax.ad_checkpoi
 class Backend:
     """Made by `choose`, which knows what goes where."""
 
-    name: str = "blocks"  # blocks | splash | cudnn | cudnn_mask
+    name: str = "blocks"  # blocks | splash | cudnn | cudnn_mask | tiles
     segments: int = 0  # cudnn: of a row, at most
     chip: str = ""  # splash: device kind, which the sizes of its blocks go by
     interpret: bool = False  # splash: its kernels step by step in XLA, for tests where there is no TPU
 
 
-BLOCKS = Backend()
+BLOCKS, TILES = Backend(), Backend("tiles")

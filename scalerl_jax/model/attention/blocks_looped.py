@@ -108,7 +108,7 @@ def _looped_forward(q, k, v, query_segments, key_segments, offset, block, span, 
     return out, (q, k, v, query_segments, key_segments, offset, out, log_total)
 
 
-def _looped_backward(block, span, precision, saved, g):
+def looped_backward(block, span, precision, saved, g):
     q, k, v, query_segments, key_segments, offset, out, log_total = saved
     row = _Row(q, k, v, query_segments, key_segments, offset, block, span)
     gt, log_total = _pad(heads_first(g, 1), -2, block), _pad(log_total, -2, block)
@@ -145,4 +145,4 @@ def _looped_backward(block, span, precision, saved, g):
     )
 
 
-looped.defvjp(_looped_forward, _looped_backward)
+looped.defvjp(_looped_forward, looped_backward)

@@ -62,7 +62,7 @@ def _unrolled_forward(q, k, v, segment_ids, block, back, precision):
     return out, (q, k, v, segment_ids, out, log_total)
 
 
-def _unrolled_backward(block, back, precision, saved, g):
+def unrolled_backward(block, back, precision, saved, g):
     q, k, v, segment_ids, out, log_total = saved
     qt, kt, vt, gt = (heads_first(x, 1) for x in (q, k, v, g))
     mean = mean_of(out, g, 1)
@@ -92,4 +92,4 @@ def _unrolled_backward(block, back, precision, saved, g):
     )
 
 
-unrolled.defvjp(_unrolled_forward, _unrolled_backward)
+unrolled.defvjp(_unrolled_forward, unrolled_backward)

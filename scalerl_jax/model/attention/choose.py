@@ -11,7 +11,7 @@ import re
 import jax
 
 from scalerl_jax.model.attention import cudnn, splash
-from scalerl_jax.model.attention.backend import BLOCKS, Backend
+from scalerl_jax.model.attention.backend import BLOCKS, TILES, Backend
 
 _MOST_MASK = 2**29  # bytes of a row's mask in bfloat16, up to which `auto` takes it: 16k tokens
 
@@ -25,6 +25,7 @@ class Shapes:
     compute_dtype: str
     context: int = 1  # parts that a row is cut into
     longest: int | None = None  # positions of a segment; None: seq_len
+    bitwise: bool = False  # config.numerics
 
 
 class CannotHere(ValueError):
@@ -33,6 +34,8 @@ class CannotHere(ValueError):
 
 def choose(wanted: str, device: jax.Device, shapes: Shapes) -> tuple[Backend, str]:
     """The backend for config.model.attention, and a line on it. Raises ValueError where it cannot be had here."""
+    if shapes.bitwise:
+        return TILES, "attention: tiles, in plain XLA (config.numerics=bitwise)"
     if wanted == "blocks":
         return BLOCKS, "attention: blocks, in plain XLA"
     choices = {"splash": _splash, "cudnn": _cudnn}

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from scalerl_jax.model.attention import blocks, cudnn, splash
+from scalerl_jax.model.attention import blocks, cudnn, splash, tiles
 from scalerl_jax.model.attention.backend import BLOCKS, Backend
 from scalerl_jax.model.sharding import ROWS
 
@@ -23,6 +23,7 @@ BACKENDS: dict[str, Callable[..., jax.Array]] = {
     "splash": splash.attend,
     "cudnn": cudnn.attend_packed,
     "cudnn_mask": cudnn.attend_masked,
+    "tiles": tiles.attend,
 }
 
 

@@ -188,6 +188,7 @@ class Expected:
     maximum_tokens: int = 0  # longest prompt and completion together; the server must hold at least this much
     router_replay: bool = False  # the server must be able to tell the experts of its completions
     experts: bool = False  # the decoder has some: two sides in bfloat16 may choose others
+    numerics: str = "fast"  # | bitwise: the server must compute the same bits
     top_k: int = 0  # the server must be able to tell the log-probs of so many ids at a token
 
 
@@ -211,6 +212,8 @@ def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
                 f"server {server}: its {what} is {peer_text.printable(theirs) or 'unknown'}, "
                 f"the trainer's is {ours}{hint}"
             )
+    if expected.numerics == "bitwise":
+        _compare_numerics(server, status)
     if status.maximum_tokens < expected.maximum_tokens:
         raise ProbeError(
             f"server {server}: holds {status.maximum_tokens} tokens of prompt and completion, the run needs up to "
@@ -226,6 +229,19 @@ def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
         raise ProbeError(
             f"server {server}: config.objective.distill=student_topk needs the log-probs of config.distill.k="
             f"{expected.top_k} ids at a token, and it gives {status.maximum_top_k}"
+        )
+
+
+def _compare_numerics(server: str, status: pb.StatusReply) -> None:
+    from scalerl_jax.model import row_blocks  # jax is not there yet when the first names are compared
+
+    ours, theirs = row_blocks.fingerprint(), peer_text.printable(status.numerics)
+    if theirs in ("", "fast"):
+        raise ProbeError(f"server {server}: config.numerics=bitwise: start it with --numerics=bitwise")
+    if theirs != ours:
+        raise ProbeError(
+            f"server {server}: config.numerics=bitwise: its bits are of another machine or program ({theirs}), "
+            f"the trainer's are of {ours}"
         )
 
 

@@ -1,0 +1,167 @@
+"""Attention whose numbers are the same to the bit in packed rows and in a generator's slots: config.numerics=bitwise.
+
+A query goes over the keys of its segment in tiles of TILE from the segment's first, with a running maximum and sum
+(flash attention, arXiv 2205.14135), as one of a block of QUERIES: query i of its segment is row i % QUERIES there. ROWS
+blocks are computed at once (see row_blocks.py): in the trainer blocks of neighbours, in the generator one for each
+slot, of which one row counts. So both multiply the same shapes, and each query adds up the same tiles in the same
+order. A tile that a query sees nothing of changes nothing, not a bit: the maximum stays, the factor is exp(0) = 1, and
+the summands are 0.
+
+Segments start at multiples of TILE. The backward pass is that of the other ways (block_products.py).
+
+Legend: R rows, L length, K key/value heads, G query heads that share one, h head size, W = ROWS, Q = QUERIES, T = TILE.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalerl_jax.model.attention.backend import Backend
+from scalerl_jax.model.attention.block_products import MASKED, heads_last, kept
+from scalerl_jax.model.attention.blocks_looped import looped_backward
+from scalerl_jax.model.attention.blocks_unrolled import unrolled_backward
+from scalerl_jax.model.row_blocks import QUERIES, ROWS, TILE, barrier
+
+Tile = Callable[[Any], tuple[jax.Array, jax.Array]]  # number -> keys [W, K, h, T], values [W, K, T, h]
+
+_UNSEEN = 1e30  # log of the sum of a query that sees nothing: its probabilities are 0 in the backward pass
+_BLOCK, _SPAN, _MOST_UNROLLED = 128, 512, 8  # of the backward pass
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    query_segments: jax.Array,
+    key_segments: jax.Array,
+    *,
+    offset: None,
+    max_segment: int,
+    precision: jax.lax.Precision,
+    backend: Backend,
+) -> jax.Array:
+    """As blocks.attend, of whole rows."""
+    del query_segments, backend
+    assert offset is None
+    rows, length, heads, size = q.shape
+    grouped = q.reshape(rows, length, k.shape[2], heads // k.shape[2], size)
+    return _tiled(grouped, k, v, key_segments, max_segment, precision).reshape(q.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _tiled(q, k, v, segment_ids, longest, precision):
+    """q [R, L, K, G, h], k and v [R, L, K, h] -> like q."""
+    return _tiled_forward(q, k, v, segment_ids, longest, precision)[0]
+
+
+def _tiled_forward(q, k, v, segment_ids, longest, precision):
+    rows, length, kv_heads, group, size = q.shape
+    padded = -(-length // TILE) * TILE
+
+    def whole(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, padded - length)) + ((0, 0),) * (x.ndim - 2))
+
+    def blocks(x: jax.Array) -> jax.Array:
+        """[R, L, ...] -> [chunks, W, Q, ...]"""
+        x = whole(x).reshape(-1, QUERIES, *x.shape[2:])
+        x = jnp.pad(x, ((0, -len(x) % ROWS),) + ((0, 0),) * (x.ndim - 1))
+        return x.reshape(-1, ROWS, *x.shape[1:])
+
+    def joined(x: jax.Array) -> jax.Array:
+        """[chunks, W, K, G Q, n] -> [R, K, G, L, n]"""
+        x = x.reshape(-1, kv_heads, group, QUERIES, x.shape[-1])[: rows * padded // QUERIES]
+        x = jnp.moveaxis(x.reshape(rows, -1, *x.shape[1:]), 1, 3)
+        return x.reshape(*x.shape[:3], padded, x.shape[-1])[..., :length, :]
+
+    keys, values = (whole(x).reshape(-1, TILE, kv_heads, size) for x in (k, v))
+    tiles = keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
+    here = jnp.broadcast_to(jnp.arange(length), segment_ids.shape)
+    changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    starts = jax.lax.cummax(jnp.where(changes, here, 0), axis=1)
+    seen = jnp.where(segment_ids > 0, here - starts + 1, 0)
+    # Of the tiles of all rows, the first of each block's segment: a block of a segment begins with a query of it.
+    first = starts // TILE + jnp.arange(rows)[:, None] * (padded // TILE)
+
+    def chunk(xs: Any) -> Any:
+        queries, seen, first = xs
+        queries = queries.transpose(0, 2, 3, 1, 4).reshape(ROWS, kv_heads, group * QUERIES, size)
+
+        def tile(number: Any) -> tuple[jax.Array, jax.Array]:
+            wanted = jnp.minimum(first[:, 0] + number, len(keys) - 1)
+            return tiles[0][wanted], tiles[1][wanted]
+
+        return over_tiles(queries, seen, tile, precision)
+
+    out, log_total = map(joined, jax.lax.map(chunk, (blocks(q), blocks(seen), blocks(first))))
+    out, log_total = kept(heads_last(out, 1), log_total)
+    return out, (q, k, v, segment_ids, out, log_total)
+
+
+def over_tiles(q: jax.Array, seen: jax.Array, tile: Tile, precision: Any) -> tuple[jax.Array, jax.Array]:
+    """q [W, K, G Q, h] over the first `seen` [W, Q] keys of each -> (like q, log of the sum [W, K, G Q, 1] float32)."""
+    dot: Any = {"precision": precision, "preferred_element_type": jnp.float32}
+    batch = ((0, 1), (0, 1))
+
+    def add(number: Any, carry: Any) -> Any:
+        (top, total, out), queries, sees, keys, values = barrier((carry, q, seen, *tile(number)))
+        scores = jax.lax.dot_general(queries, keys, (((3,), (2,)), batch), **dot) * (1 / math.sqrt(q.shape[-1]))
+        counts = number * TILE + jnp.arange(TILE) < sees[..., None]
+        counts = jnp.tile(counts, (1, q.shape[2] // QUERIES, 1))[:, None]
+        scores = barrier(jnp.where(counts, scores, MASKED))
+        new = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
+        weights, scale = barrier((jnp.exp(scores - new), jnp.exp(top - new)))
+        by_value = jax.lax.dot_general(weights.astype(values.dtype), values, (((3,), (2,)), batch), **dot)
+        total = total * scale + barrier(jnp.sum(weights, axis=-1, keepdims=True))
+        return barrier((new, total, out * scale + barrier(by_value)))
+
+    nothing = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
+    start = (nothing + MASKED, nothing, jnp.zeros(q.shape, jnp.float32))
+    top, total, out = jax.lax.fori_loop(0, jnp.maximum(1, -(-jnp.max(seen) // TILE)), add, start)
+    unseen = jnp.tile(seen == 0, (1, q.shape[2] // QUERIES))[:, None, :, None]
+    return barrier(((out / total).astype(q.dtype), jnp.where(unseen, _UNSEEN, top + jnp.log(total))))
+
+
+def _tiled_backward(longest, precision, saved, g):
+    q, k, v, segment_ids, out, log_total = saved
+    length = q.shape[1]
+    block = min(length, _BLOCK)
+    if math.ceil(length / block) <= _MOST_UNROLLED:
+        return unrolled_backward(block, math.ceil((longest - 1) / block), precision, saved, g)
+    offset, span = jnp.int32(0), min(length, _SPAN)
+    saved = q, k, v, segment_ids, segment_ids, offset, out, log_total
+    return looped_backward(block, span, precision, saved, g)[:4]
+
+
+_tiled.defvjp(_tiled_forward, _tiled_backward)
+
+
+def attend_slots(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array, precision: Any) -> jax.Array:
+    """One query of each slot: q [B, H, h] over k [B, K, h, S] and v [B, K, S, h], of which positions 0..position [B]
+    count -> like q. S is a multiple of TILE."""
+    slots, heads, size = q.shape
+    kv_heads = k.shape[1]
+    outs = []
+    for at in range(0, slots, ROWS):
+        count = min(ROWS, slots - at)
+
+        def rows(x: jax.Array, axis: int | None = None, number: Any = 0, at: int = at, count: int = count) -> jax.Array:
+            """Of these slots, one tile of them along an axis; padding behind them."""
+            x = jax.lax.slice_in_dim(x, at, at + count)
+            x = x if axis is None else jax.lax.dynamic_slice_in_dim(x, number * TILE, TILE, axis)
+            return jnp.pad(x, ((0, ROWS - count),) + ((0, 0),) * (x.ndim - 1))
+
+        def tile(number: Any, rows: Any = rows) -> tuple[jax.Array, jax.Array]:
+            return rows(k, 3, number).astype(q.dtype), rows(v, 2, number).astype(q.dtype)
+
+        queries = rows(q).reshape(ROWS, kv_heads, -1, 1, size)
+        queries = jnp.broadcast_to(queries, (*queries.shape[:3], QUERIES, size)).reshape(ROWS, kv_heads, -1, size)
+        place = rows(position)
+        seen = jnp.broadcast_to(jnp.minimum(place + 1, k.shape[3])[:, None], (ROWS, QUERIES))
+        out, _ = over_tiles(queries, seen, tile, precision)
+        out = out.reshape(ROWS, heads, QUERIES, size)
+        outs.append(jnp.take_along_axis(out, (place % QUERIES)[:, None, None, None], axis=2)[:count, :, 0])
+    return jnp.concatenate(outs)

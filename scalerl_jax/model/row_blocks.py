@@ -1,0 +1,147 @@
+"""Stages of so many rows at a time that a token has the same bits wherever it stands: config.numerics=bitwise.
+
+A product of 3 rows is summed in another order than one of 3,000, and so is a norm or a softmax: which kernel a compiler
+takes goes by the shape, and by what it fuses with it. So here every stage that works on tokens one by one is a function
+of exactly ROWS tokens between barriers, in the trainer, where tokens are positions of packed rows, as in the generator,
+where they are slots. What a stage is given has the same shape and nothing to be fused with, so it is the same machine
+code; padding fills the last block. Attention is in attention/tiles.py.
+
+Sums, products and roundings that stand alone need none of this: one operation of IEEE 754 has one result.
+
+The backward pass is the one of the other numerics: of all tokens at once. It is compared with nothing.
+"""
+
+import functools
+import hashlib
+import os
+import pathlib
+import platform as machine
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+from jax.sharding import Mesh, PartitionSpec
+
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.precision import Precision
+from scalerl_jax.model.sharding import ROWS as ROW_AXES
+
+ROWS = 64  # tokens of a block; a multiple of 8, in which kernels of products treat all rows alike
+QUERIES, TILE = 8, 32  # of attention: queries of a block, keys of a tile; segments start at multiples of a tile
+
+Stage = Callable[[Sequence[Any], Sequence[Any]], Any]  # of arrays [ROWS, ...] and of what all blocks share
+
+barrier = jax.lax.optimization_barrier
+
+
+def alignment(precision: Precision, decoder: DecoderConfig, mesh: Mesh, seq_len: int) -> int:
+    """Of the segments of packed rows: they start at multiples of it. Raises ValueError where numerics=bitwise is not
+    there for this decoder, mesh or length of rows."""
+    if not precision.bitwise:
+        return 1
+    if fault := unfit(decoder):
+        raise ValueError(f"config.numerics=bitwise: {fault}")
+    for axis in ("context", "tensor", "expert"):
+        if mesh.shape[axis] > 1:
+            raise ValueError(f"config.learner.{axis}={mesh.shape[axis]}: not with config.numerics=bitwise")
+    if seq_len % TILE:
+        raise ValueError(f"config.learner.seq_len={seq_len}: config.numerics=bitwise requires a multiple of {TILE}")
+    return TILE
+
+
+def unfit(decoder: DecoderConfig) -> str:
+    """Why a decoder cannot be computed so; "": it can."""
+    return f"not with experts, and the model has {decoder.experts}: their tokens are sorted" if decoder.experts else ""
+
+
+def in_blocks(stage: Stage, rows: Sequence[Any], shared: Sequence[Any] = (), *, lead: int, mesh: Mesh | None = None):
+    """stage(rows, shared), ROWS tokens at a time.
+
+    rows: arrays whose first `lead` dimensions are the tokens. mesh: the first of them is cut over the axes of rows.
+    Not to be differentiated.
+    """
+    local = functools.partial(_in_blocks, stage, lead)
+    if mesh is None or mesh.size == 1:
+        return local(rows, shared)
+    cut, whole = PartitionSpec(ROW_AXES), PartitionSpec()
+    return jax.shard_map(local, mesh=mesh, in_specs=(cut, whole), out_specs=cut, check_vma=False)(rows, shared)
+
+
+def _in_blocks(stage: Stage, lead: int, rows: Sequence[Any], shared: Sequence[Any]) -> Any:
+    tokens = rows[0].shape[:lead]
+    count = rows[0].size // max(1, functools.reduce(int.__mul__, rows[0].shape[lead:], 1))
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = x.reshape(count, *x.shape[lead:])
+        return jnp.pad(x, ((0, -count % ROWS), *((0, 0),) * (x.ndim - 1))).reshape(-1, ROWS, *x.shape[1:])
+
+    def join(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, *x.shape[2:])[:count].reshape(*tokens, *x.shape[2:])
+
+    shared = barrier(tuple(shared))
+    out = jax.lax.map(lambda block: barrier(stage(barrier(block), shared)), tuple(map(cut, rows)))
+    return jax.tree.map(join, out)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
+def staged(stage: Stage, rows: tuple[Any, ...], shared: tuple[Any, ...], lead: int, mesh: Mesh | None = None) -> Any:
+    """As in_blocks, with the gradient of the stage of all tokens at once."""
+    return in_blocks(stage, rows, shared, lead=lead, mesh=mesh)
+
+
+staged.defvjp(
+    lambda stage, rows, shared, lead, mesh: (staged(stage, rows, shared, lead, mesh), (rows, shared)),
+    lambda stage, lead, mesh, saved, g: jax.vjp(stage, *saved)[1](g),
+)
+
+
+def product(x: jax.Array, weight: jax.Array, dot: Any, *, lead: int, mesh: Mesh | None = None) -> jax.Array:
+    """x [..., in] times weight [out, in] of its dtype -> [..., out] float32. Not to be differentiated."""
+    return in_blocks(functools.partial(_product, dot), (x,), (weight,), lead=lead, mesh=mesh)
+
+
+def _product(dot: Any, rows: Sequence[Any], shared: Sequence[Any]) -> jax.Array:
+    (x,), (weight,) = rows, shared
+    options: Any = {"precision": dot, "preferred_element_type": jnp.float32}
+
+    def turned(x: jax.Array, weight: jax.Array) -> jax.Array:
+        """XLA for CPUs rearranges the right operand: so that is the smaller one."""
+        return barrier(jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ())), **options)).T
+
+    def plain(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), **options)
+
+    return jax.lax.platform_dependent(x, weight, cpu=turned, default=plain)
+
+
+def log_sum(shifted: jax.Array, *, lead: int) -> jax.Array:
+    """log of the sum of exp(shifted) over the last axis; the largest of each is 0."""
+    return staged(_log_sum, (shifted,), (), lead)
+
+
+def _log_sum(rows: Sequence[Any], shared: Sequence[Any]) -> jax.Array:
+    return jnp.log(jnp.sum(jnp.exp(rows[0]), axis=-1))
+
+
+@functools.cache
+def fingerprint() -> str:
+    """What two sides must have in common besides weights and dtypes. One line."""
+    return (
+        f"rows {ROWS}, tiles {QUERIES}x{TILE}, jax {jax.__version__}, jaxlib {jaxlib.__version__}, "
+        f"{jax.local_devices()[0].device_kind} {_processor()}"
+    )
+
+
+def _processor() -> str:
+    """What XLA chooses machine code by, and into how many parts it cuts a product."""
+    if jax.local_devices()[0].platform != "cpu":
+        return machine.machine()
+    info = pathlib.Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8") if info.exists() else machine.processor()
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
+    flags = hashlib.sha256(found[1].encode() if found else text.encode()).hexdigest()[:8]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{machine.machine()} {flags}, {cores} cores"
