@@ -427,10 +427,10 @@ class TelemetryConfig:
 @dataclasses.dataclass
 class Config:
     seed: NotNegative[int] = 0  # Seed of prompts, budgets and sampling.
+    max_steps: Positive[int] = 1000  # Optimizer steps, which is how many batches are trained on.
     # fast: trainer and generators compute the same policy to rounding. bitwise: to the bit, with generators of the
     # jax engine on the same kind of machine; an update costs up to 1.5 times as much.
     numerics: Literal["fast", "bitwise"] = "fast"
-    max_steps: Positive[int] = 1000  # Optimizer steps, which is how many batches are trained on.
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     environment: EnvironmentConfig = dataclasses.field(default_factory=EnvironmentConfig)
     # Several environments by name, in place of environment.

@@ -69,6 +69,8 @@ OFF_POLICY: Names = {
     "mismatch": ("nats", "|trainer's log-prob - generator's| of a loss token, mean, staleness included"),
     "mismatch_p99": ("nats", "99th percentile of that difference"),
     "mismatch_max": ("nats", "the largest difference"),
+    "other_bits": ("share", "of loss tokens whose two log-probs are not the same to the bit; numerics=bitwise: of old "
+                   "tokens only"),
     "kl": ("nats", "KL of the generators' policy to the trainer's, k3 estimate per loss token"),
     "ratio": ("", "importance ratio exp(trainer's log-prob - generator's), mean over loss tokens; near 1"),
     "ratio_max": ("", "the largest importance ratio"),

@@ -81,9 +81,23 @@ def _in_blocks(stage: Stage, lead: int, rows: Sequence[Any], shared: Sequence[An
     def join(x: jax.Array) -> jax.Array:
         return x.reshape(-1, *x.shape[2:])[:count].reshape(*tokens, *x.shape[2:])
 
-    shared = barrier(tuple(shared))
-    out = jax.lax.map(lambda block: barrier(stage(barrier(block), shared)), tuple(map(cut, rows)))
-    return jax.tree.map(join, out)
+    return jax.tree.map(join, in_a_loop(stage, tuple(map(cut, rows)), tuple(shared)))
+
+
+def in_a_loop(stage: Stage, blocks: Sequence[jax.Array], shared: Sequence[Any]) -> Any:
+    """As jax.lax.map of the stage over the blocks [n, ...], in a loop of which the compiler does not know how often it
+    goes: it would write a single turn out, and lay out its operands as suits what stands around it."""
+
+    def turn(number: Any, carry: Any) -> Any:
+        out, blocks, shared = carry
+        own = [jax.lax.dynamic_index_in_dim(x, number, keepdims=False) for x in blocks]
+        new = barrier(stage(*barrier((own, shared))))
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, number, 0), out, new), blocks, shared
+
+    own = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in blocks]
+    like = jax.eval_shape(stage, own, shared)
+    out = jax.tree.map(lambda x: jnp.zeros((len(blocks[0]), *x.shape), x.dtype), like)
+    return jax.lax.fori_loop(0, barrier(jnp.int32(len(blocks[0]))), turn, (out, *barrier((tuple(blocks), shared))))[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))

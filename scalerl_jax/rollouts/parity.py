@@ -119,7 +119,7 @@ def mismatch(
         float(differences.mean()),
         float(np.quantile(differences, 0.99)),
         len(differences),
-        np.count_nonzero(differences),
+        int(np.count_nonzero(differences)),
     )
 
 

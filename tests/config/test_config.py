@@ -151,6 +151,22 @@ def test_an_ill_typed_value_in_a_file_is_named(tmp_path, line, message):
         ),
         ("objective.reward_weight=0", "config.objective.reward_weight=0: leaves nothing to learn from: set"),
         ("objective.distill_weight=0", "config.objective.distill_weight=0.0: must be above 0"),
+        *(
+            (f"numerics=bitwise {leaf}", f"config.{leaf}: not with config.numerics=bitwise: ")
+            for leaf in (
+                "learner.context=2",
+                "learner.tensor=2",
+                "learner.expert=2",
+                "fleet.engine=vllm",
+                "lora.rank=4",
+                "model.attention=splash",
+                "model.head_precision=bfloat16",
+            )
+        ),
+        (
+            "numerics=bitwise fleet.compute_dtype=bfloat16 model.compute_dtype=float32",
+            "config.fleet.compute_dtype=bfloat16: config.numerics=bitwise requires that of the trainer, float32",
+        ),
         ("objective.icepop_low=0.5", "config.objective.icepop_low=0.5: must not be above config.objective.icepop_high"),
     ],
 )

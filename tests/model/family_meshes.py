@@ -1,6 +1,6 @@
 """What test_family_meshes.py compares: a loss and its gradient on meshes of 8 virtual CPU devices, beside one device's.
 
-    python -m tests.model.family_meshes FAMILY...
+    python -m tests.model.family_meshes FAMILY... [bitwise]
 
 Prints a line of JSON for each family and mesh: how far the loss is from one device's, as a share of its
 weights' sum (its terms have both signs), and the gradient, as a share of itself.
@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from scalerl_jax.model import forward, token_logprobs
+from scalerl_jax.model import Precision, forward, token_logprobs
+from scalerl_jax.model.attention import TILES
 from scalerl_jax.model.decoder import param_shardings
 from scalerl_jax.model.sharding import make_mesh
 from tests.support.models import toy_decoder
@@ -53,6 +54,30 @@ def compare(family: str) -> None:
         print(json.dumps({"family": family, "mesh": axes, **line}), flush=True)
 
 
+def compare_bits() -> None:
+    """Likewise, of numerics=bitwise: how many tokens' log-probs are not one device's to the bit."""
+    config, precision = toy_decoder(family="qwen3"), Precision(numerics="bitwise")
+    tokens, positions, segment_ids = packed([[32, 20], [64], [5], [32, 32]] * 2, 64, config.vocab_size)
+    host = params_of(config)
+
+    def on(mesh: Mesh | None) -> np.ndarray:
+        def score(params: Any) -> jax.Array:
+            hidden = forward(
+                params, config, tokens, positions, segment_ids, mesh=mesh, precision=precision, attention=TILES
+            )
+            return token_logprobs(params, config, hidden, np.roll(tokens, -1, axis=1), mesh=mesh, precision=precision)
+
+        params = host if mesh is None else jax.device_put(host, param_shardings(config, mesh))
+        return np.asarray(jax.jit(score)(params)).view(np.int32)
+
+    alone = on(None)
+    for axes in ({"fsdp": 8}, {"replica": 2, "fsdp": 4}):
+        print(json.dumps({"mesh": axes, "other_bits": int((on(make_mesh(**axes)) != alone).sum())}), flush=True)
+
+
 if __name__ == "__main__":
     for family in sys.argv[1:]:
-        compare(family)
+        if family == "bitwise":
+            compare_bits()
+        else:
+            compare(family)

@@ -27,3 +27,11 @@ def test_loss_and_gradient_are_those_of_one_device(family: str) -> None:
     assert len(found) == len(family_meshes.MESHES)
     for line in found:
         assert line["loss"] < 1e-5 and line["gradient"] < 1e-5, line
+
+
+def test_bits_are_those_of_one_device() -> None:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": on_devices(8)}
+    done = run_command("tests.model.family_meshes", "bitwise", environment=environment)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["other_bits"] for line in found] == [0, 0]

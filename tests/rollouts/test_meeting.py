@@ -3,12 +3,14 @@
 import dataclasses
 import time
 
+import jax
 import numpy as np
 import pytest
 
 from scalerl_jax.config import ParityConfig
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Completion
+from scalerl_jax.model import row_blocks
 from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.parity import LIMITS, Probe, mismatch
 from scalerl_jax.rollouts.servers import client as connection_lib
@@ -264,6 +266,31 @@ def test_mismatch_is_over_sampled_tokens_only(start):
     assert mismatch(samples, [c.logprobs for _, c in samples]).p99 == 0
     ours[0][0] = np.nan
     assert not mismatch(samples, ours).mean <= LIMITS["bfloat16"][0]
+
+
+def test_one_token_with_other_bits_is_too_many_where_the_run_is_bitwise():
+    sample, ours = made(((5, 0, 20),), error=0.0)
+    expected = Expected(tokenizer_fingerprint="a", model_config="{}", sync_dtype="float32", numerics="bitwise")
+    probe = Probe(ParityConfig(), expected=expected, score=lambda samples: [], dtype="float32")
+    assert probe.compare_again([sample], [ours], version=5) == ""
+    ours[-1] = np.nextafter(ours[-1], np.float32(0))
+    assert "of 1 of 20 tokens are not the trainer's to the bit" in probe.compare_again([sample], [ours], version=5)
+
+
+def test_a_bitwise_run_refuses_other_machines_and_programs():
+    expected = Expected(tokenizer_fingerprint="a", model_config="{}", sync_dtype="float32", numerics="bitwise")
+    known = {"tokenizer_fingerprint": "a", "model_config": "{}", "sync_dtype": "float32", "head_dtype": "float32"}
+    compare("s:1", pb.StatusReply(**known, numerics=row_blocks.fingerprint()), expected)
+    for numerics in ("", "fast"):
+        with pytest.raises(ProbeError, match="s:1: config.numerics=bitwise: start it with --numerics=bitwise"):
+            compare("s:1", pb.StatusReply(**known, numerics=numerics), expected)
+    for ours, theirs in ((f"jax {jax.__version__}", "jax 0.1.2"), ("rows 64", "rows 8"), (" cores", "1 cores")):
+        other = row_blocks.fingerprint().replace(ours, theirs)
+        with pytest.raises(
+            ProbeError, match=f"of another machine or program .*{theirs}.*the trainer's are of .*{ours}"
+        ):
+            compare("s:1", pb.StatusReply(**known, numerics=other), expected)
+    compare("s:1", pb.StatusReply(**known, numerics="fast"), dataclasses.replace(expected, numerics="fast"))
 
 
 def test_another_head_precision_stops_the_run_and_names_the_flag():

@@ -24,7 +24,7 @@ from scalerl_jax.model.attention.backend import Backend
 from scalerl_jax.model.attention.block_products import MASKED, heads_last, kept
 from scalerl_jax.model.attention.blocks_looped import looped_backward
 from scalerl_jax.model.attention.blocks_unrolled import unrolled_backward
-from scalerl_jax.model.row_blocks import QUERIES, ROWS, TILE, barrier
+from scalerl_jax.model.row_blocks import QUERIES, ROWS, TILE, barrier, in_a_loop
 
 Tile = Callable[[Any], tuple[jax.Array, jax.Array]]  # number -> keys [W, K, h, T], values [W, K, T, h]
 
@@ -86,7 +86,7 @@ def _tiled_forward(q, k, v, segment_ids, longest, precision):
     # Of the tiles of all rows, the first of each block's segment: a block of a segment begins with a query of it.
     first = starts // TILE + jnp.arange(rows)[:, None] * (padded // TILE)
 
-    def chunk(xs: Any) -> Any:
+    def chunk(xs: Any, tiles: Any) -> Any:
         queries, seen, first = xs
         queries = queries.transpose(0, 2, 3, 1, 4).reshape(ROWS, kv_heads, group * QUERIES, size)
 
@@ -96,7 +96,7 @@ def _tiled_forward(q, k, v, segment_ids, longest, precision):
 
         return over_tiles(queries, seen, tile, precision)
 
-    out, log_total = map(joined, jax.lax.map(chunk, (blocks(q), blocks(seen), blocks(first))))
+    out, log_total = map(joined, in_a_loop(chunk, (blocks(q), blocks(seen), blocks(first)), tiles))
     out, log_total = kept(heads_last(out, 1), log_total)
     return out, (q, k, v, segment_ids, out, log_total)
 
@@ -122,7 +122,8 @@ def over_tiles(q: jax.Array, seen: jax.Array, tile: Tile, precision: Any) -> tup
     start = (nothing + MASKED, nothing, jnp.zeros(q.shape, jnp.float32))
     top, total, out = jax.lax.fori_loop(0, jnp.maximum(1, -(-jnp.max(seen) // TILE)), add, start)
     unseen = jnp.tile(seen == 0, (1, q.shape[2] // QUERIES))[:, None, :, None]
-    return barrier(((out / total).astype(q.dtype), jnp.where(unseen, _UNSEEN, top + jnp.log(total))))
+    out = jnp.where(unseen, 0.0, out / total).astype(q.dtype)
+    return barrier((out, jnp.where(unseen, _UNSEEN, top + jnp.log(total))))
 
 
 def _tiled_backward(longest, precision, saved, g):
