@@ -96,7 +96,7 @@ def test_every_member_can_be(study: str, base: str) -> None:
 
 
 def runs() -> list[Any]:
-    """Each once, where members of several studies are the same run. Two recipes, unlike in all, in `make test-full`."""
+    """Each once, where members of several studies are the same run. One of them in `make test-full`."""
     out, known = [], list[dict[str, Any]]()
     tiny = load_file(str(CONFIG))
     base = ABLATIONS.changed(  # so that some prompts teach
@@ -107,7 +107,7 @@ def runs() -> list[Any]:
             changes = differences(member, tiny)
             if changes not in known:
                 known.append(changes)
-                marks = [] if name in ("scalerl", "deepseek_grpo") else [pytest.mark.long]
+                marks = [] if name == "scalerl" else [pytest.mark.long]
                 out.append(pytest.param(changes, id=f"{study}, {name}", marks=marks))
     return out
 

@@ -60,7 +60,7 @@ def test_its_own_answers_are_right_and_others_are_not():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.long), 24], ids=["all 106", "one of 24"])
+@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.long), 48], ids=["all 106", "one of 48"])
 def test_data_sets_call_their_own_answers_right(each):
     from reasoning_gym.factory import DATASETS  # takes seconds
 

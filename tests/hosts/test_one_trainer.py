@@ -120,18 +120,19 @@ def test_a_killed_first_host_ends_all_and_the_same_command_goes_on(tmp_path, hos
 
 
 @pytest.mark.parametrize(
-    "trained",
-    [("--config.optimizer.learning_rate=1e-5",), pytest.param(("--config.lora.rank=2",), marks=pytest.mark.long)],
+    ("count", "trained"),
+    [(2, "--config.optimizer.learning_rate=1e-5"), pytest.param(4, "--config.lora.rank=2", marks=pytest.mark.long)],
+    ids=["all parameters", "an adapter"],
 )
-def test_every_host_sends_its_part_of_each_delta(tmp_path, hosts, flags, model, rollouts, trained):  # noqa: F811
+def test_every_host_sends_its_part_of_each_delta(tmp_path, hosts, flags, model, rollouts, count, trained):  # noqa: F811
     """On a bfloat16 wire, all parameters or an adapter; the servers check the digests of every tensor."""
     flags = [
         *flags, *UNPROBED, "--config.max_steps=6", "--config.learner.micro_batch_rows=2",
-        "--config.model.sync_dtype=bfloat16", *trained,
+        "--config.model.sync_dtype=bfloat16", trained,
     ]  # fmt: skip
     replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}", "--sync_dtype=bfloat16", "--verbosity=0")
     with serve(tmp_path, 2, *replay) as addresses:
-        run = hosts(tmp_path / "run", 4, *flags, f"--servers={','.join(addresses)}").finish()
+        run = hosts(tmp_path / "run", count, *flags, f"--servers={','.join(addresses)}").finish()
     pushes = [row["pushes"] for row in run.first.metrics]
     print(pushes[-1])
     assert sum(row["sparse"] for row in pushes) > 0

@@ -102,7 +102,7 @@ def test_coverage_of_early_windows(name, share):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", ["totals", "none"])
+@pytest.mark.parametrize("told", [pytest.param("totals", marks=LONG), "none"])
 def test_coverage_with_less_known_of_the_noise(told):
     """Totals only bound the noise from above, so those intervals are wider than they need be."""
     held, *_ = study("ScaleRL", runs=500, seed=5, told=told)

@@ -5,11 +5,14 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
+import httpx
+
 from tests.gateway.chat_model import VOCABULARY
 from tests.support.chat_folders import chat_folder
 from tests.support.models import random_tensors, toy_decoder, write_folder
 from tests.support.processes import single_threaded
 from tests.support.servers import ServerProcess
+from tests.support.waiting import eventually
 
 TINKER = ("-m", "scalerl_jax.tinker.command")
 LONGEST = 32
@@ -39,6 +42,18 @@ def tinker_server(workdir: pathlib.Path, model: pathlib.Path, address: str, *fla
     rows = ("--config.learner.seq_len=64", "--config.learner.micro_batch_rows=8", f"--maximum_tokens={LONGEST}")
     given = (f"--model={model}", f"--workdir={workdir}", f"--servers={address}", *_CONFIG, *rows, *flags)
     return ServerProcess(workdir.parent, *given, name=f"tinker-{workdir.name}", program=TINKER)
+
+
+def answer_to(http: httpx.Client, call: httpx.Response) -> httpx.Response:
+    """What retrieve_future has of a call, however often it says to try again. http: of the server's /api/v1."""
+
+    def found() -> httpx.Response | None:
+        answer = http.post("retrieve_future", json={"request_id": call.json()["request_id"]})
+        is_json = answer.headers["content-type"].startswith("application/json")
+        return None if is_json and answer.json().get("type") == "try_again" else answer
+
+    answer: httpx.Response = eventually(found, "the answer to a call")
+    return answer
 
 
 SCRIPT = (sys.executable, "-m", "tests.tinker.script")

@@ -14,7 +14,7 @@ import pytest
 
 from scalerl_jax.tinker import tinker_pb2 as pb
 from tests.gateway.test_hostile_bodies import changed
-from tests.tinker.served import model_folder, rollout_server, tinker_server
+from tests.tinker.served import answer_to, model_folder, rollout_server, tinker_server
 
 pytestmark = pytest.mark.slow
 
@@ -102,5 +102,4 @@ def ask(http: httpx.Client, rng: random.Random, count: int) -> None:
     assert {200, 400, 404, 409, 410} <= codes
     # It goes on: what is asked as it should be is answered.
     answer = http.post("asample", json={**good["asample"], "seq_id": count + 5})
-    found = http.post("retrieve_future", json={"request_id": answer.json()["request_id"]})
-    assert pb.SampleResponse.FromString(found.content).sequences
+    assert pb.SampleResponse.FromString(answer_to(http, answer).content).sequences
