@@ -30,7 +30,7 @@ from scalerl_jax.model.precision import Precision
 from scalerl_jax.model.sharding import ROWS as ROW_AXES
 
 ROWS = 64  # tokens of a block; a multiple of 8, in which kernels of products treat all rows alike
-QUERIES, TILE = 8, 32  # of attention: queries of a block, keys of a tile; segments start at multiples of a tile
+QUERIES, TILE = 4, 32  # of attention: queries of a block, keys of a tile; segments start at multiples of a tile
 
 Stage = Callable[[Sequence[Any], Sequence[Any]], Any]  # of arrays [ROWS, ...] and of what all blocks share
 
@@ -119,16 +119,7 @@ def product(x: jax.Array, weight: jax.Array, dot: Any, *, lead: int, mesh: Mesh 
 
 def _product(dot: Any, rows: Sequence[Any], shared: Sequence[Any]) -> jax.Array:
     (x,), (weight,) = rows, shared
-    options: Any = {"precision": dot, "preferred_element_type": jnp.float32}
-
-    def turned(x: jax.Array, weight: jax.Array) -> jax.Array:
-        """XLA for CPUs rearranges the right operand: so that is the smaller one."""
-        return barrier(jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ())), **options)).T
-
-    def plain(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), **options)
-
-    return jax.lax.platform_dependent(x, weight, cpu=turned, default=plain)
+    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=dot, preferred_element_type=jnp.float32)
 
 
 def log_sum(shifted: jax.Array, *, lead: int) -> jax.Array:

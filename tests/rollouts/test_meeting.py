@@ -282,7 +282,7 @@ def test_a_bitwise_run_refuses_other_machines_and_programs():
     known = {"tokenizer_fingerprint": "a", "model_config": "{}", "sync_dtype": "float32", "head_dtype": "float32"}
     compare("s:1", pb.StatusReply(**known, numerics=row_blocks.fingerprint()), expected)
     for numerics in ("", "fast"):
-        with pytest.raises(ProbeError, match="s:1: config.numerics=bitwise: start it with --numerics=bitwise"):
+        with pytest.raises(ProbeError, match=r"s:1: config\.numerics=bitwise: start it with --numerics=bitwise"):
             compare("s:1", pb.StatusReply(**known, numerics=numerics), expected)
     for ours, theirs in ((f"jax {jax.__version__}", "jax 0.1.2"), ("rows 64", "rows 8"), (" cores", "1 cores")):
         other = row_blocks.fingerprint().replace(ours, theirs)
