@@ -111,12 +111,12 @@ def over_tiles(q: jax.Array, seen: jax.Array, tile: Tile, precision: Any) -> tup
         scores = jax.lax.dot_general(queries, keys, (((3,), (2,)), batch), **dot) * (1 / math.sqrt(q.shape[-1]))
         counts = number * TILE + jnp.arange(TILE) < sees[..., None]
         counts = jnp.tile(counts, (1, q.shape[2] // QUERIES, 1))[:, None]
-        scores = barrier(jnp.where(counts, scores, MASKED))
+        scores = jnp.where(counts, scores, MASKED)
         new = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
-        weights, scale = barrier((jnp.exp(scores - new), jnp.exp(top - new)))
+        weights, scale = jnp.exp(scores - new), jnp.exp(top - new)
         by_value = jax.lax.dot_general(weights.astype(values.dtype), values, (((3,), (2,)), batch), **dot)
-        total = total * scale + barrier(jnp.sum(weights, axis=-1, keepdims=True))
-        return barrier((new, total, out * scale + barrier(by_value)))
+        total = total * scale + jnp.sum(weights, axis=-1, keepdims=True)
+        return barrier((new, total, out * scale + by_value))
 
     nothing = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
     start = (nothing + MASKED, nothing, jnp.zeros(q.shape, jnp.float32))
