@@ -159,7 +159,9 @@ def install(venv: pathlib.Path, name: str, with_torch: bool) -> None:
         say(f"installing {', '.join(line.split()[0] for line in hashed)}")
         requirements.write_text("".join(f"{line}\n" for line in hashed), encoding="utf-8")
         subprocess.run(pip(venv, "--no-deps", "--require-hashes", "-r", str(requirements)), check=True)
-    subprocess.run([*command, "--no-deps", "--no-build-isolation", "-e", str(ROOT)], check=True)
+    with open(ROOT / ".venv-project.lock", "w") as lock:  # setuptools writes into the folder: one environment at a time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run([*command, "--no-deps", "--no-build-isolation", "-e", str(ROOT)], check=True)
 
 
 def main() -> None:

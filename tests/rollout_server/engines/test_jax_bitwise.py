@@ -107,6 +107,7 @@ def test_of_more_slots_than_a_block_has_rows():
     assert others(completions, trained(config, named, precision, completions, rows=3, length=224)[1])[0] == 0
 
 
+@pytest.mark.slow
 def test_bits_are_the_trainers_and_the_gradient_that_of_the_other_numerics():
     """Those have other bits: a test of nothing but equal programs would be seen."""
     config = decoder("qwen3-fours-untied-scaled")

@@ -1,0 +1,81 @@
+"""Stages in blocks of rows, and attention in tiles: a row's bits do not depend on how many rows there are, or where."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalerl_jax.model import row_blocks
+from scalerl_jax.model.attention import BLOCKS, TILES, packed_attention
+from scalerl_jax.model.attention.tiles import attend_slots
+from scalerl_jax.model.decoder import Precision, final_norm, rotation_of
+from tests.support.models import toy_decoder
+
+CONFIG, PRECISION = toy_decoder(head_dim=16), Precision(numerics="bitwise")
+RNG = np.random.default_rng(0)
+WEIGHT, SCALE = RNG.normal(size=(40, 96)).astype(np.float32), RNG.normal(size=96).astype(np.float32)
+STAGES = {
+    "product": lambda x: row_blocks.product(x, WEIGHT, PRECISION.dot, lead=1),
+    "norm": lambda x: final_norm(x, SCALE, CONFIG, PRECISION, lead=1),
+    "log of a sum": lambda x: row_blocks.log_sum(x, lead=1),
+    "rotation": lambda x: rotation_of(CONFIG, (1000 * abs(x[:, 0])).astype(jnp.int32), PRECISION)[1],
+}
+
+
+def bits(x: jax.Array) -> np.ndarray:
+    return np.asarray(x).view(np.int32)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_row_has_the_same_bits_alone_and_among_others(stage):
+    x = RNG.normal(size=(200, 96)).astype(np.float32)
+    run = jax.jit(STAGES[stage])
+    whole = bits(run(x))
+    for start, count in ((0, 1), (7, 1), (130, 64), (60, 65)):
+        assert (bits(run(x[start : start + count])) == whole[start : start + count]).all(), (start, count)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """q, k, v of two rows of 160, and segments that start at multiples of a tile."""
+    q = RNG.normal(size=(2, 160, 4, 16)).astype(np.float32)
+    k, v = RNG.normal(size=(2, 2, 160, 2, 16)).astype(np.float32)
+    segments = np.zeros((2, 160), np.int32)
+    for row, number, start, length in ((0, 1, 0, 70), (0, 2, 96, 64), (1, 1, 0, 33), (1, 2, 64, 9), (1, 3, 96, 40)):
+        segments[row, start : start + length] = number
+    return q, k, v, segments
+
+
+def test_attention_has_the_same_bits_in_rows_and_in_slots(rows):
+    q, k, v, segments = rows
+    out = bits(packed_attention(q, k, v, segments, precision=PRECISION.dot, backend=TILES))
+    slots = [(row, start, p) for row, start, n in ((0, 0, 70), (0, 96, 64), (1, 64, 9)) for p in (0, 3, n // 2, n - 1)]
+    keys, values = np.zeros((12, 2, 16, 96), np.float32), np.zeros((12, 2, 96, 16), np.float32)
+    for i, (row, start, place) in enumerate(slots):
+        keys[i, :, :, : place + 1] = k[row, start : start + place + 1].transpose(1, 2, 0)
+        values[i, :, : place + 1] = v[row, start : start + place + 1].transpose(1, 0, 2)
+    queries = np.stack([q[row, start + place] for row, start, place in slots])
+    places = np.array([place for _, _, place in slots], np.int32)
+    found = bits(jax.jit(functools.partial(attend_slots, precision=PRECISION.dot))(queries, keys, values, places))
+    assert (found == np.stack([out[row, start + place] for row, start, place in slots])).all()
+    assert not out[segments == 0].any()  # padding
+
+
+def test_attention_and_its_gradient_are_those_of_the_blocks(rows):
+    q, k, v, segments = rows
+    weights = RNG.normal(size=q.shape).astype(np.float32) * (segments > 0)[..., None, None]
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def run(q, k, v, backend):
+        def loss(*qkv):
+            return jnp.sum(weights * packed_attention(*qkv, segments, precision=PRECISION.dot, backend=backend))
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    (ours, gradients), (theirs, expected) = run(q, k, v, TILES), run(q, k, v, BLOCKS)
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
+    for one, other in zip(gradients, expected, strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_allclose(one, other, atol=1e-5)
