@@ -49,6 +49,8 @@ def show_layout(console: Console, question: Question, plan: LayoutPlan) -> None:
 
 def show_step(console: Console, question: Question, plan: LayoutPlan) -> None:
     times, work = plan.roofline, question.workload
+    if question.config.numerics == "bitwise":
+        say(console, "config.numerics=bitwise: its loops over blocks of rows count as one turn, so seconds are too few")
     rate = speeds(question, plan)
     table = _table("a step, in seconds", "limit", "by itself", "")
     for name, seconds in times.parts.items():
