@@ -18,11 +18,11 @@ import pathlib
 import platform as machine
 import re
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 from jax.sharding import Mesh, PartitionSpec
 
 from scalerl_jax.model.decoder_config import DecoderConfig
@@ -135,7 +135,7 @@ def _log_sum(rows: Sequence[Any], shared: Sequence[Any]) -> jax.Array:
 def fingerprint() -> str:
     """What two sides must have in common besides weights and dtypes. One line."""
     return (
-        f"rows {ROWS}, tiles {QUERIES}x{TILE}, jax {jax.__version__}, jaxlib {jaxlib.__version__}, "
+        f"rows {ROWS}, tiles {QUERIES}x{TILE}, jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}, "
         f"{jax.local_devices()[0].device_kind} {_processor()}"
     )
 

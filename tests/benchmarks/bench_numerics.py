@@ -61,7 +61,7 @@ def segments_of(vocabulary: int) -> list[Segment]:
 def in_turn(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
     """Median seconds of each."""
     seconds: dict[str, list[float]] = {kind: [] for kind in runs}
-    for repeat in range(FLAGS.repeats + 1):  # the first warms up
+    for repeat in range(FLAGS["repeats"].value + 1):  # the first warms up
         for kind, run in runs.items():
             began = time.perf_counter()
             jax.block_until_ready(run())
@@ -101,7 +101,7 @@ async def compare(size: str) -> None:
     print(f"{size}, {FLAGS.dtype}", flush=True)
     show("update", in_turn(updates))
     sampling: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for repeat in range(FLAGS.repeats + 1):
+    for repeat in range(FLAGS["repeats"].value + 1):
         requests = bench_generate.make_requests(decoder, 16, rng)
         for kind, engine in engines.items():
             began = time.perf_counter()
@@ -119,7 +119,8 @@ def show(what: str, seconds: dict[str, float]) -> None:
 
 
 def main(_) -> None:
-    for size in ("quickstart", "10m") if FLAGS.size == "both" else (FLAGS.size,):
+    wanted = FLAGS["size"].value
+    for size in bench_generate.SIZES if wanted == "both" else (wanted,):
         asyncio.run(compare(size))
 
 
