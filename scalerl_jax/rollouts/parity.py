@@ -72,8 +72,8 @@ REMEMBERED = 1024  # server processes
 
 SHOWN = 16  # servers, in a row of metrics
 TRIES = 3  # samples of a server that come when the trainer no longer holds the version that they are by
-UNJUDGED = """config.rollout.temperature, top_p, top_k: sampling is not from the policy itself, so the log-probs of what \
-servers deliver are not judged; those of the probe, at temperature 1, are"""
+UNJUDGED = """config.rollout.temperature, top_p, top_k: sampling is not from the policy itself, so the log-probs of \
+what servers deliver are not judged; those of the probe, at temperature 1, are"""
 STALE = "a lower config.pacing.max_off_policy_steps brings them nearer"
 
 Place = tuple[int, int, int]  # group, completion, branch
