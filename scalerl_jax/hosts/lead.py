@@ -61,8 +61,9 @@ class _LeadTrainer(Trainer):
         """To each host the segments that lie in its rows."""
         every = [*segments, *beside]
         where = first_fit(
-            [positions_of(one) for one in every], length=self.seq_len, beside=len(beside), most=self.most_segments
-        )
+            [positions_of(one) for one in every], length=self.seq_len, beside=len(beside), most=self.most_segments,
+            align=self.align,
+        )  # fmt: skip
         for index in self._first.others:
             rows = self._host_rows.get(index, set())
             wanted = {place for place, (row, _) in enumerate(where) if row % self.rows in rows}

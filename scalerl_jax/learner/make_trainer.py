@@ -53,7 +53,10 @@ def make_trainer(
         optimizer=optimizer or config.optimizer,
         mesh=mesh,
         precision=Precision(
-            config.model.compute_dtype, config.model.sync_dtype, config.model.head_precision, config.numerics
+            compute=config.model.compute_dtype,
+            sync=config.model.sync_dtype,
+            head=config.model.head_precision,
+            numerics=config.numerics if rl else "fast",  # a warm start has no generators
         ),
         layout=Layout(
             seq_len=seq_len or config.learner.seq_len,

@@ -98,8 +98,7 @@ def pack(
             raise ValueError(f"segment {i} has {size + 1} tokens: at least 2 are needed")
         if size > length:
             raise ValueError(f"segment {i} has {size + 1} tokens: a row holds {length + 1} (config.learner.seq_len)")
-    taken = [-(-size // align) * align for size in positions]
-    where = first_fit(taken, length=length, beside=len(segments) - first, most=most)
+    where = first_fit(positions, length=length, beside=len(segments) - first, most=most, align=align)
     row_count = 1 + max((row for row, _ in where), default=-1)
 
     batches = max(1, -(-row_count // rows))
@@ -149,14 +148,14 @@ def _copy_teacher(i: int, teacher: TeacherScores, ids: np.ndarray, logprobs: np.
 
 
 def first_fit(
-    positions: Sequence[int], *, length: int, beside: int = 0, most: int | None = None
+    positions: Sequence[int], *, length: int, beside: int = 0, most: int | None = None, align: int = 1
 ) -> list[tuple[int, int]]:
     """(row, start) of each segment by its positions, the longest first, each in the first row with room for it.
 
-    most: segments of a row; None: any number.
+    most: segments of a row; None: any number. align: they start at multiples of it, which divides `length`.
     beside: so many of the last ones come after all others, and lie nowhere that changes where those lie.
     """
-    first = len(positions) - beside
+    first, positions = len(positions) - beside, [-(-size // align) * align for size in positions]
     remaining: list[int] = []
     count: list[int] = []
     where = [(0, 0)] * len(positions)

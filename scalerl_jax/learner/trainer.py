@@ -151,7 +151,7 @@ class Trainer:
         shapes = Shapes(seq_len, decoder.head_dim, precision.compute, parts, layout.max_segment, precision.bitwise)
         self.attention, self.attention_note = choose_attention(layout.attention, mesh.devices.flat[0], shapes)
         self.most_segments = self.attention.segments or None  # of a row
-        self._align = row_blocks.alignment(precision, decoder, mesh, seq_len)
+        self.align = row_blocks.alignment(precision, decoder, mesh, seq_len)
         self._batch_sharding = batches = NamedSharding(mesh, PartitionSpec(ROWS, "context"))
         self._whole = whole = NamedSharding(mesh, PartitionSpec())
         # What a host reads has to be on one of its devices.
@@ -387,7 +387,7 @@ class Trainer:
         """As packing.pack, in micro-batches of this trainer's shape."""
         return pack(
             segments, length=self.seq_len, rows=self.rows, beside=beside, routed=self._routed,
-            teacher_k=self.layout.teacher_k, most=self.most_segments, align=self._align,
+            teacher_k=self.layout.teacher_k, most=self.most_segments, align=self.align,
         )  # fmt: skip
 
     def _put(self, batch: MicroBatch) -> dict[str, jax.Array]:

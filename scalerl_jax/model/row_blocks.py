@@ -54,7 +54,9 @@ def alignment(precision: Precision, decoder: DecoderConfig, mesh: Mesh, seq_len:
 
 def unfit(decoder: DecoderConfig) -> str:
     """Why a decoder cannot be computed so; "": it can."""
-    return f"not with experts, and the model has {decoder.experts}: their tokens are sorted" if decoder.experts else ""
+    if decoder.experts:
+        return f"not with experts, and the model has {decoder.experts}: their tokens are sorted"
+    return "not with attention in chunks" if decoder.attention_chunk else ""
 
 
 def in_blocks(stage: Stage, rows: Sequence[Any], shared: Sequence[Any] = (), *, lead: int, mesh: Mesh | None = None):

@@ -139,3 +139,17 @@ def test_every_host_sends_its_part_of_each_delta(tmp_path, hosts, flags, model, 
     for number in range(2):
         log = read(str(tmp_path / f"server-{number}.log"))
         assert "refused" not in log and "a dense version is needed" not in log, log
+
+
+@pytest.mark.long
+def test_bits_are_the_generators_on_several_hosts(tmp_path, hosts, flags, model):  # noqa: F811
+    """config.numerics=bitwise: hosts agree where segments lie, and each computes the bits of one device."""
+    flags = [
+        *flags, "--config.max_steps=3", "--config.learner.micro_batch_rows=2", "--config.numerics=bitwise",
+        "--config.pacing.kind=phased", "--config.pacing.max_off_policy_steps=1",
+        "--config.objective.filter_zero_variance=false", "--config.objective.entropy_bonus=0.1",
+    ]  # fmt: skip
+    with serve(tmp_path, 1, "--engine=jax", f"--model={model}", "--numerics=bitwise") as addresses:
+        run = hosts(tmp_path / "run", 2, *flags, f"--servers={addresses[0]}").finish()
+    trained = [row for row in run.first.metrics if row["loss_tokens"]]
+    assert trained and all(row["other_bits"] == row["mismatch_max"] == 0 for row in trained)

@@ -150,6 +150,15 @@ def test_no_row_has_more_segments_than_it_may(case, most):
     assert min(room) >= 0 and max(count) <= most
 
 
+@given(case=cases, align=st.integers(1, 8))
+def test_segments_start_where_they_are_to(case, align):
+    length = -(-case["length"] // align) * align
+    batches, places = pack(make(case["lengths"]), length=length, rows=case["rows"], align=align)
+    assert all(place.start % align == 0 and place.start + place.positions <= length for place in places)
+    taken = sum(int((batch.segment_ids > 0).sum()) for batch in batches)
+    assert taken == sum(place.positions for place in places) == sum(case["lengths"]) - len(places)
+
+
 @given(case=cases)
 def test_the_weights_keep_their_sum(case):
     rng = np.random.default_rng(len(case["lengths"]))

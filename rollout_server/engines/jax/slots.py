@@ -31,6 +31,7 @@ from rollout_server.engines.jax.programs import Kind, Program, Programs, buckets
 from rollout_server.engines.jax.sessions import Kept, Prefix, Sessions
 from rollout_server.engines.jax.weights import DecodePrecision, DecodeWeights
 from rollout_server.engines.sequence import Sequence
+from scalerl_jax.model import row_blocks
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.system import memory
 
@@ -84,7 +85,10 @@ class SlotPool:
         self._too_long = 0  # chunks in a row for which a shorter cache would have done
         self._taken: dict[Sequence, int] = {}  # the slot of each
         self._free = list(range(slots))  # a heap: those at the front are taken first
-        self._programs = Programs(widths(slots, copies_are_cheap=precision.on_cpu), self._compile_chunk)
+        # A block of rows costs the same, however many of its slots run.
+        block = row_blocks.ROWS if precision.bitwise else 1
+        sizes = [width for width in widths(slots, copies_are_cheap=precision.on_cpu) if width % block == 0]
+        self._programs = Programs(sizes if slots in sizes else [*sizes, slots], self._compile_chunk)
         self._weights_like: Any = None  # shapes and dtypes
         self._whole: dict[Kind, Program] = {}  # the chunk of all slots, where it is compiled beforehand
         self._compiling: dict[Kind, float] = {}  # the seconds that took
