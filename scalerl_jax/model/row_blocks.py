@@ -150,5 +150,6 @@ def _processor() -> str:
     text = info.read_text(encoding="utf-8") if info.exists() else machine.processor()
     found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
     flags = hashlib.sha256(found[1].encode() if found else text.encode()).hexdigest()[:8]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = os.environ.get("NPROC") or there  # as XLA counts them
     return f"{machine.machine()} {flags}, {cores} cores"
