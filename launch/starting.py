@@ -92,9 +92,7 @@ class StartingServers:
         self._configs = {_GENERATORS: config} if generators else {}
         for name, folder in teachers.items():
             model = dataclasses.replace(config.model, path=folder)
-            self._configs[name] = dataclasses.replace(
-                config, fleet=few, rollout=routed, model=model, numerics="fast"
-            )
+            self._configs[name] = dataclasses.replace(config, fleet=few, rollout=routed, model=model, numerics="fast")
         self._count = sum(one.fleet.servers for one in self._configs.values())
         self._sharing = accelerators.share_out(servers=self._count, share=share, engine=fleet.engine)
         if self._sharing is not None:

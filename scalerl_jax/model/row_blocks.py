@@ -13,7 +13,6 @@ The backward pass is the one of the other numerics: of all tokens at once. It is
 
 import functools
 import hashlib
-import os
 import pathlib
 import platform as machine
 import re
@@ -143,13 +142,11 @@ def fingerprint() -> str:
 
 
 def _processor() -> str:
-    """What XLA chooses machine code by, and into how many parts it cuts a product."""
+    """What XLA chooses machine code by. Not how many threads it has: products are cut along what is not summed."""
     if jax.local_devices()[0].platform != "cpu":
         return machine.machine()
     info = pathlib.Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.exists() else machine.processor()
     found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
     flags = hashlib.sha256(found[1].encode() if found else text.encode()).hexdigest()[:8]
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = os.environ.get("NPROC") or there  # as XLA counts them
-    return f"{machine.machine()} {flags}, {cores} cores"
+    return f"{machine.machine()} {flags}"
