@@ -151,7 +151,7 @@ class Trainer:
         shapes = Shapes(seq_len, decoder.head_dim, precision.compute, parts, layout.max_segment, precision.bitwise)
         self.attention, self.attention_note = choose_attention(layout.attention, mesh.devices.flat[0], shapes)
         self.most_segments = self.attention.segments or None  # of a row
-        self.align = row_blocks.alignment(precision, decoder, mesh, seq_len)
+        self.align = row_blocks.alignment(precision, decoder, seq_len)
         self._batch_sharding = batches = NamedSharding(mesh, PartitionSpec(ROWS, "context"))
         self._whole = whole = NamedSharding(mesh, PartitionSpec())
         # What a host reads has to be on one of its devices.

@@ -13,6 +13,7 @@ The backward pass is the one of the other numerics: of all tokens at once. It is
 
 import functools
 import hashlib
+import math
 import pathlib
 import platform as machine
 import re
@@ -36,16 +37,13 @@ Stage = Callable[[Sequence[Any], Sequence[Any]], Any]  # of arrays [ROWS, ...] a
 barrier = jax.lax.optimization_barrier
 
 
-def alignment(precision: Precision, decoder: DecoderConfig, mesh: Mesh, seq_len: int) -> int:
+def alignment(precision: Precision, decoder: DecoderConfig, seq_len: int) -> int:
     """Of the segments of packed rows: they start at multiples of it. Raises ValueError where numerics=bitwise is not
-    there for this decoder, mesh or length of rows."""
+    there for this decoder or length of rows."""
     if not precision.bitwise:
         return 1
     if fault := unfit(decoder):
         raise ValueError(f"config.numerics=bitwise: {fault}")
-    for axis in ("context", "tensor", "expert"):
-        if mesh.shape[axis] > 1:
-            raise ValueError(f"config.learner.{axis}={mesh.shape[axis]}: not with config.numerics=bitwise")
     if seq_len % TILE:
         raise ValueError(f"config.learner.seq_len={seq_len}: config.numerics=bitwise requires a multiple of {TILE}")
     return TILE
@@ -73,7 +71,7 @@ def in_blocks(stage: Stage, rows: Sequence[Any], shared: Sequence[Any] = (), *, 
 
 def _in_blocks(stage: Stage, lead: int, rows: Sequence[Any], shared: Sequence[Any]) -> Any:
     tokens = rows[0].shape[:lead]
-    count = rows[0].size // max(1, functools.reduce(int.__mul__, rows[0].shape[lead:], 1))
+    count = math.prod(tokens)
 
     def cut(x: jax.Array) -> jax.Array:
         x = x.reshape(count, *x.shape[lead:])
