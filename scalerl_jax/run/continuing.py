@@ -41,6 +41,7 @@ GROUPS = {
 }
 FIELDS = {
     "seed": BOUND,
+    "numerics": BOUND,
     "max_steps": FREE,
     "model.remat": FREE,
     "model.attention": FREE,
