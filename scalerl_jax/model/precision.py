@@ -21,7 +21,7 @@ class Precision:
     sync: str = "float32"  # what weights are rounded to before every use
     # default: operands in the compute dtype | highest: float32 operands | bfloat16: as default, logits rounded to it
     head: str = "default"
-    numerics: str = "fast"  # | bitwise: a token's numbers are the same bits wherever it stands (row_blocks.py)
+    numerics: str = "fast"  # or bitwise: a token's numbers are the same bits wherever it stands (row_blocks.py)
 
     @property
     def dot(self) -> jax.lax.Precision:
