@@ -188,7 +188,7 @@ class Expected:
     maximum_tokens: int = 0  # longest prompt and completion together; the server must hold at least this much
     router_replay: bool = False  # the server must be able to tell the experts of its completions
     experts: bool = False  # the decoder has some: two sides in bfloat16 may choose others
-    numerics: str = "fast"  # | bitwise: the server must compute the same bits
+    numerics: str = "fast"  # or bitwise: the server must compute the same bits
     top_k: int = 0  # the server must be able to tell the log-probs of so many ids at a token
 
 
