@@ -107,17 +107,18 @@ def _check_bitwise(config: Config) -> None:
     """What config.numerics=bitwise is not there for, by name."""
     if config.numerics != "bitwise":
         return
-    cut = [f"learner.{axis}" for axis in ("context", "tensor", "expert") if getattr(config.learner, axis) > 1]
-    refused = {
-        **dict.fromkeys(cut, "sums over devices have another order"),
-        **({"fleet.engine": "its kernels are not the trainer's"} if config.fleet.engine != "jax" else {}),
-        **({"lora.rank": "an adapter is merged in two places"} if config.lora.rank else {}),
-        **({"model.attention": "has its own"} if config.model.attention not in ("auto", "blocks") else {}),
-        **({"model.head_precision": "is not there"} if config.model.head_precision == "bfloat16" else {}),
-    }
-    values = leaves(config)
-    for name, why in refused.items():
-        raise ConfigError(f"config.{name}={values[name]}: not with config.numerics=bitwise: {why}")
+    order = "sums over devices have another order"
+    for name, allowed, why in (
+        ("learner.context", (1,), order),
+        ("learner.tensor", (1,), order),
+        ("learner.expert", (1,), order),
+        ("fleet.engine", ("jax",), "its kernels are not the trainer's"),
+        ("lora.rank", (0,), "an adapter is merged in two places"),
+        ("model.attention", ("auto", "blocks"), "has its own"),
+        ("model.head_precision", ("default", "highest"), "is not there"),
+    ):
+        if (value := leaves(config)[name]) not in allowed:
+            raise ConfigError(f"config.{name}={value}: not with config.numerics=bitwise: {why}")
     if config.fleet.compute_dtype not in ("auto", config.model.compute_dtype) and config.model.compute_dtype != "auto":
         raise ConfigError(
             f"config.fleet.compute_dtype={config.fleet.compute_dtype}: config.numerics=bitwise requires that of the "

@@ -87,8 +87,9 @@ class SlotPool:
         self._free = list(range(slots))  # a heap: those at the front are taken first
         # A block of rows costs the same, however many of its slots run.
         block = row_blocks.ROWS if precision.bitwise else 1
-        sizes = [width for width in widths(slots, copies_are_cheap=precision.on_cpu) if width % block == 0]
-        self._programs = Programs(sizes if slots in sizes else [*sizes, slots], self._compile_chunk)
+        *narrower, every = widths(slots, copies_are_cheap=precision.on_cpu)
+        sizes = [*(width for width in narrower if width % block == 0), every]
+        self._programs = Programs(sizes, self._compile_chunk)
         self._weights_like: Any = None  # shapes and dtypes
         self._whole: dict[Kind, Program] = {}  # the chunk of all slots, where it is compiled beforehand
         self._compiling: dict[Kind, float] = {}  # the seconds that took
