@@ -26,12 +26,12 @@ from tests.support.params import every_variable
     ],
 )
 def test_equals_the_plain_formula(monkeypatch, lengths, seq_len, max_segment, path):
-    monkeypatch.setattr(blocks, "_BLOCK", 8)
+    monkeypatch.setattr(blocks, "BLOCK", 8)
     monkeypatch.setattr(blocks, "_SHORT_BLOCK", 4)
     monkeypatch.setattr(blocks, "_SHORT_SEGMENT", 10)
     monkeypatch.setattr(blocks, "_LOOP_BLOCK", 8)
-    monkeypatch.setattr(blocks, "_LOOP_SPAN", 12)
-    monkeypatch.setattr(blocks, "_MOST_UNROLLED", 10 if path == "unrolled" else 5)
+    monkeypatch.setattr(blocks, "LOOP_SPAN", 12)
+    monkeypatch.setattr(blocks, "MOST_UNROLLED", 10 if path == "unrolled" else 5)
     taken = []
     for name in ("windowed", "unrolled", "looped"):
         original = getattr(blocks, name)

@@ -16,11 +16,11 @@ from scalerl_jax.model.attention.blocks_looped import looped
 from scalerl_jax.model.attention.blocks_unrolled import unrolled
 from scalerl_jax.model.attention.blocks_windowed import windowed
 
-_BLOCK = 128
+BLOCK = 128
 _SHORT_BLOCK = 64  # wastes less on short segments, and costs more operations on long ones
 _SHORT_SEGMENT = 256
-_MOST_UNROLLED = 8  # blocks: compile time grows with them
-_LOOP_BLOCK, _LOOP_SPAN = 256, 512
+MOST_UNROLLED = 8  # blocks: compile time grows with them
+_LOOP_BLOCK, LOOP_SPAN = 256, 512
 _MOST_SCORES = 2**28  # that exist at once where all blocks are one product: 1 GiB, and the backward pass has three
 
 
@@ -42,16 +42,16 @@ def attend(
     kv_heads = k.shape[2]
     q = q.reshape(rows, length, kv_heads, heads // kv_heads, size)
     short = max_segment <= _SHORT_SEGMENT
-    block = min(length, _SHORT_BLOCK if short else _BLOCK)
+    block = min(length, _SHORT_BLOCK if short else BLOCK)
     back = math.ceil((max_segment - 1) / block)  # blocks before its own that a block can see
     window = (back + 1) * block
     few = rows * heads * length * window <= _MOST_SCORES
-    if offset is None and math.ceil(length / block) <= _MOST_UNROLLED:
+    if offset is None and math.ceil(length / block) <= MOST_UNROLLED:
         out = unrolled(q, k, v, key_segments, block, back, precision)
     elif offset is None and 2 * window <= length and few:
         out = windowed(q, k, v, key_segments, block, back, precision)
     else:
         start = jax.numpy.int32(0) if offset is None else offset
-        sizes = min(length, _LOOP_BLOCK), min(k.shape[1], _LOOP_SPAN)
+        sizes = min(length, _LOOP_BLOCK), min(k.shape[1], LOOP_SPAN)
         out = looped(q, k, v, query_segments, key_segments, start, *sizes, precision)
     return out.reshape(rows, length, heads, size)

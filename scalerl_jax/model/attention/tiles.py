@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from scalerl_jax.model.attention.backend import Backend
 from scalerl_jax.model.attention.block_products import MASKED, heads_last, kept
+from scalerl_jax.model.attention.blocks import BLOCK, LOOP_SPAN, MOST_UNROLLED
 from scalerl_jax.model.attention.blocks_looped import looped_backward
 from scalerl_jax.model.attention.blocks_unrolled import unrolled_backward
 from scalerl_jax.model.row_blocks import QUERIES, ROWS, TILE, barrier, in_a_loop
@@ -29,7 +30,6 @@ from scalerl_jax.model.row_blocks import QUERIES, ROWS, TILE, barrier, in_a_loop
 Tile = Callable[[Any], tuple[jax.Array, jax.Array]]  # number -> keys [W, K, h, T], values [W, K, T, h]
 
 _UNSEEN = 1e30  # log of the sum of a query that sees nothing: its probabilities are 0 in the backward pass
-_BLOCK, _SPAN, _MOST_UNROLLED = 128, 512, 8  # of the backward pass
 
 
 def attend(
@@ -129,10 +129,10 @@ def over_tiles(q: jax.Array, seen: jax.Array, tile: Tile, precision: Any) -> tup
 def _tiled_backward(longest, precision, saved, g):
     q, k, v, segment_ids, out, log_total = saved
     length = q.shape[1]
-    block = min(length, _BLOCK)
-    if math.ceil(length / block) <= _MOST_UNROLLED:
+    block = min(length, BLOCK)
+    if math.ceil(length / block) <= MOST_UNROLLED:
         return unrolled_backward(block, math.ceil((longest - 1) / block), precision, saved, g)
-    offset, span = jnp.int32(0), min(length, _SPAN)
+    offset, span = jnp.int32(0), min(length, LOOP_SPAN)
     saved = q, k, v, segment_ids, segment_ids, offset, out, log_total
     return looped_backward(block, span, precision, saved, g)[:4]
 
