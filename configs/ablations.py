@@ -8,6 +8,7 @@ forward          the baseline before section 3.2, and what it is with one choice
 scaling          ScaleRL with longer thinking, other batches, other group sizes (section 5)
 recipes          the five of figure 2
 staleness        losses, each at k = 1, k = 8 and phased(16), where tokens are up to 16 updates old
+numerics         numerics=fast and bitwise, each on policy, at k = 1, 4 and 8
 relatives        the base with what is not ablated: other rates, problems, models, warm starts, batches, groups, data
 
 A member is the base with a few fields changed, so it runs wherever the base does: sizes are scaled, not set. `base` is
@@ -155,6 +156,18 @@ def staleness(base: Config) -> Members:
     }
 
 
+def numerics(base: Config) -> Members:
+    """`k0`: tokens are on policy, as `phased` makes them with one update a batch."""
+    scalerl = recipe(base, "scalerl")
+    return {
+        f"{how}_k{k}": changed(
+            scalerl, numerics=how, pacing__kind="pipeline" if k else "phased", pacing__max_off_policy_steps=max(1, k)
+        )
+        for k in (0, 1, 4, 8)
+        for how in ("fast", "bitwise")
+    }
+
+
 def relatives(base: Config) -> Members:
     """Where the base is the quickstart: chains of 4 to 8 and of 9 to 13 terms, in place of 6 to 10, and a third more
     tokens for the longer ones; models and warm starts in sizes and shares of slips of their own."""
@@ -209,5 +222,6 @@ STUDIES: dict[str, Callable[[Config], Members]] = {
     "scaling": scaling,
     "recipes": recipes,
     "staleness": staleness,
+    "numerics": numerics,
     "relatives": relatives,
 }
