@@ -76,10 +76,6 @@ def server_environment(threads: int, base: Mapping[str, str] | None = None) -> d
     environment["NPROC"] = str(threads)  # the size of XLA's thread pools on a CPU
     for library in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         environment[library] = str(threads)
-    if threads == 1:
-        # Splitting one product over a pool of one thread is pure overhead.
-        flags = [environment.get("XLA_FLAGS", ""), "--xla_cpu_multi_thread_eigen=false"]
-        environment["XLA_FLAGS"] = " ".join(flag for flag in flags if flag)
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else every server is bound to the machine's first cores
     environment["PYTHONUNBUFFERED"] = "1"  # the log's last lines are there when a server dies
     return environment

@@ -14,6 +14,7 @@ The backward pass is the one of the other numerics: of all tokens at once. It is
 import functools
 import hashlib
 import math
+import os
 import pathlib
 import platform as machine
 import re
@@ -30,6 +31,7 @@ from scalerl_jax.model.precision import Precision
 from scalerl_jax.model.sharding import ROWS as ROW_AXES
 
 ROWS = 64  # tokens of a block; a multiple of 8, in which kernels of products treat all rows alike
+_NO_MATTER = ("--xla_force_host_platform_device_count", "--xla_dump")  # options of XLA that change no bits
 QUERIES, TILE = 4, 32  # of attention: queries of a block, keys of a tile; segments start at multiples of a tile
 
 Stage = Callable[[Sequence[Any], Sequence[Any]], Any]  # of arrays [ROWS, ...] and of what all blocks share
@@ -133,9 +135,10 @@ def _log_sum(rows: Sequence[Any], shared: Sequence[Any]) -> jax.Array:
 @functools.cache
 def fingerprint() -> str:
     """What two sides must have in common besides weights and dtypes. One line."""
+    options = [one for one in os.environ.get("XLA_FLAGS", "").split() if not one.startswith(_NO_MATTER)]
     return (
         f"rows {ROWS}, tiles {QUERIES}x{TILE}, jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}, "
-        f"{jax.local_devices()[0].device_kind} {_processor()}"
+        f"{jax.local_devices()[0].device_kind} {_processor()}, XLA_FLAGS {' '.join(sorted(options)) or 'none'}"
     )
 
 

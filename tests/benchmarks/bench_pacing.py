@@ -101,8 +101,7 @@ def start(command: Sequence[str], core: int | None, **options: Any) -> subproces
     """One XLA thread where it has one core."""
     environment = {**os.environ, "PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu"}
     if core is not None:
-        flag = "--xla_cpu_multi_thread_eigen=false"
-        environment |= {"NPROC": "1", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()}
+        environment["NPROC"] = "1"
         # Before the program begins, so that every thread of it is there; not between fork and exec, which jax forbids.
         pin = f"import os, sys; os.sched_setaffinity(0, {{{core}}}); os.execv(sys.argv[1], sys.argv[1:])"
         command = [sys.executable, "-c", pin, *command]

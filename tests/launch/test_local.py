@@ -204,8 +204,9 @@ def test_the_cores_are_shared_out(tmp_path: pathlib.Path) -> None:
         assert ask(servers.addresses[1], "env NPROC") == str(max(1, cores // 2))
     with LocalServers(STAND_IN, count=1, workdir=str(tmp_path), threads=3) as servers:
         assert ask(servers.addresses[0], "env NPROC") == "3"
-    one = local.server_environment(1, {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})
-    assert one["XLA_FLAGS"] == "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
+    # An option of XLA may change which kernel computes a product, and with it the bits of the policy.
+    assert local.server_environment(1, {"XLA_FLAGS": "--an_option"})["XLA_FLAGS"] == "--an_option"
+    assert "XLA_FLAGS" not in local.server_environment(1, {})
 
 
 @pytest.mark.parametrize(("count", "threads"), [(0, 0), (1, -1)])

@@ -235,13 +235,13 @@ def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
 def _compare_numerics(server: str, status: pb.StatusReply) -> None:
     from scalerl_jax.model import row_blocks  # jax is not there yet when the first names are compared
 
-    ours, theirs = row_blocks.fingerprint(), peer_text.printable(status.numerics)
-    if theirs in ("", "fast"):
+    ours = row_blocks.fingerprint()
+    if status.numerics in ("", "fast"):
         raise ProbeError(f"server {server}: config.numerics=bitwise: start it with --numerics=bitwise")
-    if theirs != ours:
+    if status.numerics != ours:
         raise ProbeError(
-            f"server {server}: config.numerics=bitwise: its bits are of another machine or program ({theirs}), "
-            f"the trainer's are of {ours}"
+            f"server {server}: config.numerics=bitwise: its bits are of another machine or program "
+            f"({peer_text.printable(status.numerics)}), the trainer's are of {ours}"
         )
 
 
