@@ -140,7 +140,8 @@ accelerator-packages:
 	@$(ACCELERATOR_PYTHON) requirements/wheels.py install $(ACCELERATOR_WHEELS) $(ACCELERATOR_TARGET)
 
 test-accelerator: accelerator-packages
-	$(ON_ACCELERATOR) -m pytest -p no:cacheprovider --durations=10 -m 'not long' tests/accelerator $(if $(filter 1,$(TINY)),--tiny)
+	$(ON_ACCELERATOR) -m pytest -p no:cacheprovider --durations=10 --ignore=tests/accelerator/test_bench.py \
+		tests/accelerator $(if $(filter 1,$(TINY)),--tiny)
 
 bench-accelerator: accelerator-packages
 	$(ON_ACCELERATOR) -m tests.benchmarks.bench_accelerator --out=$(ACCELERATOR_OUT) $(if $(filter 1,$(TINY)),--tiny)

@@ -1,4 +1,7 @@
-"""The quickstart's two commands on the device: a warm start, then 20 steps of RL beside one server on the same GPU."""
+"""The quickstart's two commands on the device: a warm start, then 20 steps of RL beside one server on the same GPU.
+
+Long, since it says nothing new on a CPU, where it costs 35 CPU seconds; `make test-accelerator` has it all the same.
+"""
 
 import json
 import os
@@ -6,6 +9,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from tests.support.paths import ROOT
 
@@ -33,6 +37,7 @@ def run(command: str, sizes, *flags: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_the_quickstart_learns_here(device, sizes, tmp_path):
     dtypes = [f"--config.model.{name}=bfloat16" for name in ("compute_dtype", "sync_dtype")]
     run(
