@@ -25,6 +25,7 @@ from scalerl_jax.model.attention.block_products import MASKED, heads_last, kept
 from scalerl_jax.model.attention.blocks import BLOCK, LOOP_SPAN, MOST_UNROLLED
 from scalerl_jax.model.attention.blocks_looped import looped_backward
 from scalerl_jax.model.attention.blocks_unrolled import unrolled_backward
+from scalerl_jax.model.precision import rounded
 from scalerl_jax.model.row_blocks import QUERIES, ROWS, TILE, barrier, in_a_loop
 
 Tile = Callable[[Any], tuple[jax.Array, jax.Array]]  # number -> keys [W, K, h, T], values [W, K, T, h]
@@ -59,6 +60,23 @@ def _tiled(q, k, v, segment_ids, longest, precision):
 
 
 def _tiled_forward(q, k, v, segment_ids, longest, precision):
+    del longest
+    dtype = str(q.dtype)
+
+    def on_cpu(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> Any:
+        wide = (x.astype(jnp.float32) for x in (q, k, v))  # as the generator's keys and values lie there
+        return _rows_over_tiles(*wide, segment_ids, dtype, precision)
+
+    out, log_total = jax.lax.platform_dependent(
+        q, k, v, segment_ids, cpu=on_cpu,
+        default=functools.partial(_rows_over_tiles, dtype=dtype, precision=precision),
+    )  # fmt: skip
+    out, log_total = kept(heads_last(out, 1), log_total)
+    return out, (q, k, v, segment_ids, out, log_total)
+
+
+def _rows_over_tiles(q, k, v, segment_ids, dtype, precision):
+    """(of `dtype` [R, K, G, L, h], log of the sums [R, K, G, L, 1] float32) of q, k and v in the dtype of products."""
     rows, length, kv_heads, group, size = q.shape
     padded = -(-length // TILE) * TILE
 
@@ -94,15 +112,14 @@ def _tiled_forward(q, k, v, segment_ids, longest, precision):
             wanted = jnp.minimum(first[:, 0] + number, len(keys) - 1)
             return tiles[0][wanted], tiles[1][wanted]
 
-        return over_tiles(queries, seen, tile, precision)
+        return over_tiles(queries, seen, tile, dtype, precision)
 
-    out, log_total = map(joined, in_a_loop(chunk, (blocks(q), blocks(seen), blocks(first)), tiles))
-    out, log_total = kept(heads_last(out, 1), log_total)
-    return out, (q, k, v, segment_ids, out, log_total)
+    return tuple(map(joined, in_a_loop(chunk, (blocks(q), blocks(seen), blocks(first)), tiles)))
 
 
-def over_tiles(q: jax.Array, seen: jax.Array, tile: Tile, precision: Any) -> tuple[jax.Array, jax.Array]:
-    """q [W, K, G Q, h] over the first `seen` [W, Q] keys of each -> (like q, log of the sum [W, K, G Q, 1] float32)."""
+def over_tiles(q: jax.Array, seen: jax.Array, tile: Tile, dtype: str, precision: Any) -> tuple[jax.Array, jax.Array]:
+    """q [W, K, G Q, h] over the first `seen` [W, Q] keys of each -> (of `dtype` like q, log of the sum [W, K, G Q, 1]
+    float32). q and the tiles are of the dtype of products, their values of `dtype`."""
     dot: Any = {"precision": precision, "preferred_element_type": jnp.float32}
     batch = ((0, 1), (0, 1))
 
@@ -114,7 +131,9 @@ def over_tiles(q: jax.Array, seen: jax.Array, tile: Tile, precision: Any) -> tup
         scores = jnp.where(counts, scores, MASKED)
         new = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
         weights, scale = jnp.exp(scores - new), jnp.exp(top - new)
-        by_value = jax.lax.dot_general(weights.astype(values.dtype), values, (((3,), (2,)), batch), **dot)
+        by_value = jax.lax.dot_general(
+            rounded(weights, dtype).astype(values.dtype), values, (((3,), (2,)), batch), **dot
+        )
         total = total * scale + jnp.sum(weights, axis=-1, keepdims=True)
         return barrier((new, total, out * scale + by_value))
 
@@ -122,7 +141,7 @@ def over_tiles(q: jax.Array, seen: jax.Array, tile: Tile, precision: Any) -> tup
     start = (nothing + MASKED, nothing, jnp.zeros(q.shape, jnp.float32))
     top, total, out = jax.lax.fori_loop(0, jnp.maximum(1, -(-jnp.max(seen) // TILE)), add, start)
     unseen = jnp.tile(seen == 0, (1, q.shape[2] // QUERIES))[:, None, :, None]
-    out = jnp.where(unseen, 0.0, out / total).astype(q.dtype)
+    out = jnp.where(unseen, 0.0, out / total).astype(dtype)
     return barrier((out, jnp.where(unseen, _UNSEEN, top + jnp.log(total))))
 
 
@@ -156,13 +175,13 @@ def attend_slots(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array, 
             return jnp.pad(x, ((0, ROWS - count),) + ((0, 0),) * (x.ndim - 1))
 
         def tile(number: Any, rows: Any = rows) -> tuple[jax.Array, jax.Array]:
-            return rows(k, 3, number).astype(q.dtype), rows(v, 2, number).astype(q.dtype)
+            return rows(k, 3, number), rows(v, 2, number)
 
-        queries = rows(q).reshape(ROWS, kv_heads, -1, 1, size)
+        queries = rows(q.astype(k.dtype)).reshape(ROWS, kv_heads, -1, 1, size)
         queries = jnp.broadcast_to(queries, (*queries.shape[:3], QUERIES, size)).reshape(ROWS, kv_heads, -1, size)
         place = rows(position)
         seen = jnp.broadcast_to(jnp.minimum(place + 1, k.shape[3])[:, None], (ROWS, QUERIES))
-        out, _ = over_tiles(queries, seen, tile, precision)
+        out, _ = over_tiles(queries, seen, tile, str(q.dtype), precision)
         out = out.reshape(ROWS, heads, QUERIES, size)
         outs.append(jnp.take_along_axis(out, (place % QUERIES)[:, None, None, None], axis=2)[:count, :, 0])
     return jnp.concatenate(outs)
