@@ -284,7 +284,8 @@ def test_a_bitwise_run_refuses_other_machines_and_programs():
     for numerics in ("", "fast"):
         with pytest.raises(ProbeError, match=r"s:1: config\.numerics=bitwise: start it with --numerics=bitwise"):
             compare("s:1", pb.StatusReply(**known, numerics=numerics), expected)
-    for ours, theirs in ((f"jax {jax.__version__}", "jax 0.1.2"), ("rows 64", "rows 8"), ("XLA_FLAGS", "XLA_FLAGS --an_option")):
+    others = {f"jax {jax.__version__}": "jax 0.1.2", "rows 64": "rows 8", "XLA_FLAGS": "XLA_FLAGS --an_option"}
+    for ours, theirs in others.items():
         other = row_blocks.fingerprint().replace(ours, theirs)
         with pytest.raises(
             ProbeError, match=f"of another machine or program .*{theirs}.*the trainer's are of .*{ours}"
