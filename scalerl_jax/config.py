@@ -225,11 +225,12 @@ class RolloutConfig:
 @dataclasses.dataclass
 class ObjectiveConfig:
     # Loss of a token, as a function of its importance ratio and advantage.
-    loss: Literal["cispo", "clip", "gspo", "reinforce"] = "cispo"
+    loss: Literal["cispo", "clip", "gspo", "reinforce", "dro"] = "cispo"
     max_ratio: Positive[float] = 5.0  # cispo: cap on the importance ratio itself.
     clip_low: NotNegative[float] = 0.2  # clip and gspo: the ratio is clipped below 1 - clip_low.
     # clip and gspo: the ratio is clipped above 1 + clip_high. GRPO has 0.2, DAPO 0.26.
     clip_high: NotNegative[float] = 0.26
+    dro_beta: NotNegative[float] = 0.05  # dro: coefficient of the squared log-ratio, halved.
     # What has equal weight in the loss: each prompt, each completion (sample), or each token.
     aggregation: Literal["prompt", "sample", "token"] = "prompt"
     # What advantages are divided by: the standard deviation of the batch, that of the prompt's group, or nothing. maxrl

@@ -83,6 +83,8 @@ def check(config: Config) -> None:
         )
     if config.objective.loss == "gspo" and config.objective.aggregation != "sample":
         raise ConfigError("config.objective.loss=gspo: requires config.objective.aggregation=sample")
+    if config.objective.loss == "dro" and config.objective.tis_cap > 0:
+        raise ConfigError("config.objective.tis_cap: config.objective.loss=dro has no ratio to put a cap on")
     if config.objective.loss == "cispo" and config.objective.tis_cap > 0:
         raise ConfigError(
             f"config.objective.tis_cap={config.objective.tis_cap:g}: config.objective.loss=cispo has a "

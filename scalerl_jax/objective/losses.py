@@ -5,6 +5,7 @@
     clip        - sum w_t min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t)    GRPO .2/.2, DAPO .2/.26
     gspo        - sum w_t min(s A_t, clip(s, 1 - low, 1 + high) A_t)            s = exp(mean log rho of a completion)
     reinforce   - sum w_t A_t logp_train_t                                      as if the tokens were the policy's own
+    dro         - sum w_t (A_t logp_train_t - dro_beta / 2 (log rho_t)^2)       no ratio weighs; moving away costs
     cross_entropy   - sum w_t logp_train_t                                      supervised warm start
 
 Every token's gradient is that of its own log-prob: where s is differentiated it is sg(s) pi_t / sg(pi_t) (GSPO-token),
@@ -36,7 +37,8 @@ The third form of distillation, `sampled`, is an advantage, and made with the ot
 Adding one: a function of (Tokens, ObjectiveConfig) and its row in LOSSES; the config's `objective.loss` names it.
 A compiled program fits every objective of one form: which loss, and which of its numbers are on (not 0). The numbers
 themselves are arguments of the program (`form_of`, `numbers_of`).
-Sources: arXiv 2510.13786 eq. 2-4; GRPO arXiv 2402.03300 eq. 4; GSPO arXiv 2507.18071.
+Sources: arXiv 2510.13786 eq. 2-4; GRPO arXiv 2402.03300 eq. 4; GSPO arXiv 2507.18071; DRO arXiv 2405.19107 eq. 4, of
+tokens in place of completions, with the advantage in place of reward less value.
 
 Which loss tokens have a part in the loss. All masks are off by default; a token must pass each that is on.
 
@@ -216,6 +218,12 @@ def reinforce(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
     return tokens.advantages * tokens.logp_train, jnp.zeros_like(tokens.loss_token)
 
 
+def dro(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
+    """The log-prob's gradient, and a square that holds it to its generator's."""
+    away = objective.dro_beta / 2 * jnp.square(tokens.log_ratio)
+    return tokens.advantages * tokens.logp_train - away, jnp.zeros_like(tokens.loss_token)
+
+
 def cross_entropy(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
     """The log-prob of an example to be learned by heart: nothing sampled it, and there is no advantage."""
     del objective
@@ -227,6 +235,7 @@ LOSSES: dict[str, Callable[[Tokens, ObjectiveConfig], Terms]] = {
     "clip": clip,
     "gspo": gspo,
     "reinforce": reinforce,
+    "dro": dro,
 }
 _TERMS = {**LOSSES, "cross_entropy": cross_entropy}  # which no run of RL may choose
 
@@ -338,8 +347,8 @@ def policy_loss(
     """
     if objective.loss not in _TERMS:
         raise ValueError(f"loss {objective.loss!r} is not one of {', '.join(LOSSES)}")
-    if _on(objective.tis_cap) and objective.loss == "cispo":
-        raise ValueError("tis_cap does not go with cispo, whose cap is max_ratio")
+    if _on(objective.tis_cap) and objective.loss in ("cispo", "dro"):
+        raise ValueError(f"tis_cap does not go with {objective.loss}")
     loss_token = weights > 0
     logp_train, logp_gen, advantages = (jnp.where(loss_token, x, 0.0) for x in (logp_train, logp_gen, advantages))
     difference = logp_train - logp_gen

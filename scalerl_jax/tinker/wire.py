@@ -5,11 +5,12 @@
     ppo                   - sum min(r A, clip(r, low, high) A)               clip
     cispo                 - sum sg(min(r, high)) A logp                      cispo
     gspo                  as ppo, s = exp(mean log r) in the place of r      gspo, whose tokens are the sequence's
+    dro                   - sum (A logp - beta / 2 (log r)^2)                dro
 
 r = exp(logp - logprobs), the sums over all tokens of all data; a token with advantage 0 has no part. A datum of n input
 tokens is one segment of n + 1: targets are the inputs moved by one, and the last target.
 
-Thresholds are those of loss_fn_config, `clip_low_threshold` and `clip_high_threshold`, bounds of r itself.
+Numbers are those of loss_fn_config: `clip_low_threshold` and `clip_high_threshold`, bounds of r itself; `beta`.
 
 What is not offered raises Refused, whose text the client shows.
 """
@@ -35,10 +36,17 @@ _DTYPES: dict[int, Any] = {
     pb.DTYPE_INT32: np.int32,
     pb.DTYPE_BFLOAT16: ml_dtypes.bfloat16,
 }
-_LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
-_THRESHOLDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}  # (low, high), where the call has none
+_LOW, _HIGH, _BETA = "clip_low_threshold", "clip_high_threshold", "beta"
+_NUMBERS = {  # of each loss, with what they are where the call has none
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {_LOW: 0.8, _HIGH: 1.2},
+    "cispo": {_LOW: 0.0, _HIGH: 4.0},
+    "gspo": {_LOW: 0.8, _HIGH: 1.2},
+    "dro": {_BETA: 0.05},
+}
 _NO_BOUND = 1e9  # beyond any ratio that the losses let through
-_NOT_OFFERED = ("dro", "stable_reinforce", "custom")
+_NOT_OFFERED = ("stable_reinforce", "custom")
 _EMPTY = -99999.0  # the log-prob where there is no token
 
 
@@ -85,11 +93,14 @@ def pass_of(request: pb.ForwardBackwardRequest, *, vocabulary: int, longest: int
 def objective_of(request: pb.ForwardBackwardRequest) -> ObjectiveConfig:
     """Raises Refused."""
     name, numbers = request.loss_fn, dict(request.loss_fn_config)
+    if name not in _NUMBERS:
+        why = "is not offered" if name in _NOT_OFFERED else "is not known"
+        raise Refused(f"loss_fn: {name!r} {why}; there are {', '.join(_NUMBERS)}")
     for key, value in request.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
             raise Refused(f"loss_fn_config: {key} must be a number")
         numbers[key] = value.number
-    known = (_LOW, _HIGH) if name in _THRESHOLDS else ()
+    known = _NUMBERS[name]
     for key, value in numbers.items():
         if key not in known:
             has = f" (it has {', '.join(known)})" if known else ""
@@ -100,11 +111,10 @@ def objective_of(request: pb.ForwardBackwardRequest) -> ObjectiveConfig:
         return ObjectiveConfig(loss="reinforce")
     if name == "importance_sampling":
         return ObjectiveConfig(loss="clip", clip_low=1.0, clip_high=_NO_BOUND)
-    if name not in _THRESHOLDS:
-        why = "is not offered" if name in _NOT_OFFERED else "is not known"
-        raise Refused(f"loss_fn: {name!r} {why}; there are cross_entropy, importance_sampling, ppo, cispo, gspo")
-    low, high = _THRESHOLDS[name]
-    low, high = numbers.get(_LOW, low), numbers.get(_HIGH, high)
+    numbers = known | numbers
+    if name == "dro":
+        return ObjectiveConfig(loss="dro", dro_beta=numbers[_BETA])
+    low, high = numbers[_LOW], numbers[_HIGH]
     if name == "cispo":
         if low:
             raise Refused(f"loss_fn_config: {_LOW} is {low:g}, and of cispo only 0 is offered")

@@ -142,6 +142,7 @@ def test_an_ill_typed_value_in_a_file_is_named(tmp_path, line, message):
             "config.objective.tis_cap=2: config.objective.loss=cispo has a cap on the ratio already, "
             "config.objective.max_ratio=5: lower that",
         ),
+        ("objective.loss=dro objective.tis_cap=2", "config.objective.tis_cap: config.objective.loss=dro has no ratio"),
         ('distill.teachers={"a":"b:1"}', "config.objective.distill=none: makes no use of config.distill.teachers"),
         ("objective.distill=sampled", "config.objective.distill=sampled: requires config.distill.teachers"),
         ('distill.teachers={"a":1}', "config.distill.teachers: 'a': 1 is not a name of letters, digits and _ with its"),

@@ -102,7 +102,7 @@ def runs() -> list[Any]:
     base = ABLATIONS.changed(  # so that some prompts teach
         tiny, rollout__prompts_per_step=6, rollout__group_size=8, objective__truncated="penalize"
     )
-    for study in ("recipes", "leave_one_out", "margin", "forward", "scaling", "staleness", "relatives"):
+    for study in STUDIES:
         for name, member in STUDIES[study](base).items():
             changes = differences(member, tiny)
             if changes not in known:

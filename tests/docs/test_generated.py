@@ -40,7 +40,7 @@ def test_every_field_of_the_config_has_its_row(generated) -> None:
     named = [html.unescape(re.sub(r"<[^>]+>", "", row.split("|")[1])).strip() for row in rows]
     assert sorted(named) == sorted(f"--config.{name}" for name in config_check.leaves(Config()))
     by_name = dict(zip(named, rows))
-    assert "| `cispo` `clip` `gspo` `reinforce` | `cispo` |" in by_name["--config.objective.loss"]
+    assert "| `cispo` `clip` `gspo` `reinforce` `dro` | `cispo` |" in by_name["--config.objective.loss"]
     assert "| number; above 0, up to 1 | `1.0` |" in by_name["--config.rollout.top_p"]
     assert by_name["--config.learner.fsdp"].endswith("| yes |")
     assert by_name["--config.evaluation.samples"].endswith("| yes, noted |")

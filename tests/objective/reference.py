@@ -113,6 +113,9 @@ def _term(train: float, gen: float, a: float, sequence: float, allowed: bool, op
     elif options.loss == "reinforce":
         own = (min(rho, most) if options.tis_cap else 1.0) * a
         value, clipped = own * train, rho > most
+    elif options.loss == "dro":
+        value, own = a * train - options.dro_beta / 2 * (train - gen) ** 2, a - options.dro_beta * (train - gen)
+        clipped = False
     else:
         value, own, clipped = train, 1.0, False
     masked = options.icepop_high > 0 and not options.icepop_low <= rho <= options.icepop_high

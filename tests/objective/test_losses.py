@@ -39,6 +39,8 @@ OBJECTIVES = {
     ),
     "reinforce": ObjectiveConfig(loss="reinforce"),
     "reinforce, truncated": ObjectiveConfig(loss="reinforce", tis_cap=1.2),
+    "dro": ObjectiveConfig(loss="dro", dro_beta=0.7),
+    "dro, IcePop": ObjectiveConfig(loss="dro", icepop_low=0.8, icepop_high=1.4),
     "cispo, prefix budget": ObjectiveConfig(cppo_threshold=0.1, cppo_least_weight=0.5, cppo_budget=0.02),
     "gspo, prefix budget": ObjectiveConfig(loss="gspo", cppo_threshold=0.08, cppo_budget=0.03),
     "reinforce, prefix budget by completion": ObjectiveConfig(
@@ -264,8 +266,9 @@ def test_truncated_importance_sampling_caps_the_one_ratio_there_is(loss):
 
 
 def test_truncated_importance_sampling_is_refused_where_it_has_no_place():
-    with pytest.raises(ValueError, match="tis_cap does not go with cispo"):
-        tokens(train=-1.0, gen=-1.0, advantage=1.0, objective=ObjectiveConfig(tis_cap=1.2))
+    for loss in ("cispo", "dro"):
+        with pytest.raises(ValueError, match=f"tis_cap does not go with {loss}"):
+            tokens(train=-1.0, gen=-1.0, advantage=1.0, objective=ObjectiveConfig(loss=loss, tis_cap=1.2))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -393,6 +396,16 @@ def test_reinforce_weighs_by_no_ratio():
         np.testing.assert_array_equal(gradient, np.full(5, -advantage, np.float32))
 
 
+def test_the_square_of_dro_pulls_back():
+    """A token that nothing is said of moves towards its generator; at 0 it is reinforce."""
+    for train, pull in ((-1.0, 0.2), (-0.5, -0.05), (-0.6, 0.0)):
+        _, gradient = tokens(train=train, gen=-0.6, advantage=0.0, objective=ObjectiveConfig(loss="dro", dro_beta=0.5))
+        assert gradient[0] == pytest.approx(-pull, abs=1e-6)
+    for beta, loss in ((0.0, "dro"), (0.05, "reinforce")):
+        objective = ObjectiveConfig(loss=loss, dro_beta=beta)
+        assert tokens(train=-1.0, gen=-2.0, advantage=3.0, objective=objective) == (3.0, -3.0)
+
+
 @given(seed=seeds)
 @settings(max_examples=5)
 def test_reinforce_with_a_truncated_ratio_is_cispo(seed):
@@ -431,6 +444,8 @@ def frozen(train, arrays, objective, at):
                     value = min(capped, objective.max_ratio) * a * train[r, i]
                 elif objective.loss == "reinforce":
                     value = (min(capped, objective.tis_cap) if objective.tis_cap else 1.0) * a * train[r, i]
+                elif objective.loss == "dro":
+                    value = a * train[r, i] - objective.dro_beta / 2 * np.log(rho) ** 2
                 elif objective.loss in ("clip", "gspo"):
                     if objective.loss == "gspo":
                         rho, capped = sequence * np.exp(train[r, i] - at[r, i]), sequence
@@ -462,7 +477,7 @@ def test_what_has_no_gradient(objective):
     """Generators' log-probs, advantages, weights and the reference policy are numbers, not functions of parameters:
     ratios, masks and truncation change the loss by them, and the policy's own log-prob is all that is differentiated.
     """
-    if objective.loss in ("clip", "gspo"):
+    if objective.loss in ("clip", "gspo", "dro"):
         pytest.skip("its ratio is differentiated")
     arrays = rows(5, objective)
 
@@ -475,7 +490,7 @@ def test_what_has_no_gradient(objective):
 
 
 def test_an_unknown_loss_is_named():
-    with pytest.raises(ValueError, match="'ppo' is not one of cispo, clip, gspo, reinforce"):
+    with pytest.raises(ValueError, match="'ppo' is not one of cispo, clip, gspo, reinforce, dro"):
         tokens(train=-1.0, gen=-1.0, advantage=1.0, objective=ObjectiveConfig(loss="ppo"))
 
 

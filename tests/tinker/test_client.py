@@ -184,7 +184,7 @@ def test_targets_are_scored_by_the_sampling_client(service: Any) -> None:
     ("ask", "told"),
     [
         (lambda client: client.optim_step(ADAM), "there is no gradient"),
-        (lambda client: client.forward_backward([supervised([1, 2])], "dro"), "'dro' is not offered"),
+        (lambda client: client.forward_backward([supervised([1, 2])], "custom"), "'custom' is not offered"),
         (
             lambda client: client.forward_backward([supervised([1] * (LONGEST + 1))], "cross_entropy"),
             f"at most {LONGEST - 1} are offered",

@@ -101,6 +101,15 @@ def test_a_loss_is_the_protocols_formula(loss: str, thresholds: Any, bounds: Any
     assert loss_of(rl(loss, **thresholds)) == pytest.approx(expected(loss, *bounds), rel=1e-5)
 
 
+@pytest.mark.parametrize(("numbers", "beta"), [({}, 0.05), ({"beta": 0.5}, 0.5), ({"beta": 0.0}, 0.0)])
+def test_dro_is_the_protocols_formula(numbers: dict[str, float], beta: float) -> None:
+    wanted = 0.0
+    for before, after, advantages in zip(BEFORE, AFTER, ADVANTAGES, strict=True):
+        for b, p, a in zip(before, after, advantages, strict=True):
+            wanted -= (p * a - beta / 2 * (p - b) ** 2) if a else 0.0
+    assert loss_of(rl("dro", **numbers)) == pytest.approx(wanted, rel=1e-5)
+
+
 def test_cross_entropy_takes_weights_of_either_sign() -> None:
     weights = [[0.0, 1.0, -0.5, 2.0], [1.0, 0.0]]
     found = read(request("cross_entropy", *(datum(t, weights=w) for t, w in zip(TOKENS, weights, strict=True))))
@@ -120,7 +129,7 @@ GOOD = {"logprobs": BEFORE[1], "advantages": ADVANTAGES[1]}
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        (request("dro", datum(TOKENS[1], **GOOD)), "'dro' is not offered"),
+        (request("stable_reinforce", datum(TOKENS[1], **GOOD)), "'stable_reinforce' is not offered"),
         (request("ppa", datum(TOKENS[1], **GOOD)), "'ppa' is not known"),
         (request("ppo"), "data: there is none"),
         (request("ppo", datum(TOKENS[1], **GOOD), beta=1.0), "ppo has no beta"),
