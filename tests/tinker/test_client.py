@@ -91,6 +91,28 @@ def test_a_custom_loss_of_the_client_is_differentiated(service: Any) -> None:
     assert steps[0] == pytest.approx(steps[1], rel=1e-5)
 
 
+def test_dro_has_the_gradient_of_its_formula(service: Any) -> None:
+    """That of logp is A - beta (logp - logprobs)."""
+    torch, beta = pytest.importorskip("torch"), 0.5
+    mine, theirs = trained(service), trained(service)
+    now, by_dro, by_weights = iter(logprobs(theirs)), [], []
+    for number, tokens in enumerate(DATA, 1):
+        advantages = np.linspace(-1, 1, len(tokens) - 1, dtype=np.float32) + 0.05
+        sampled = np.linspace(-3, -0.1, len(tokens) - 1, dtype=np.float32) / number
+        away = np.array([next(now) for _ in advantages], np.float32) - sampled
+        by_dro.append(supervised(tokens))
+        del by_dro[-1].loss_fn_inputs["weights"]
+        for name, values in (("advantages", advantages), ("logprobs", sampled)):
+            by_dro[-1].loss_fn_inputs[name] = types.TensorData.from_torch(torch.from_numpy(values))
+        by_weights.append(supervised(tokens))
+        weights = torch.from_numpy(advantages - beta * away)
+        by_weights[-1].loss_fn_inputs["weights"] = types.TensorData.from_torch(weights)
+    mine.forward_backward(by_dro, "dro", {"beta": beta}).result()
+    theirs.forward_backward(by_weights, "cross_entropy").result()
+    steps = [client.optim_step(ADAM).result().metrics for client in (mine, theirs)]
+    assert steps[0] == pytest.approx(steps[1], rel=1e-5)
+
+
 def test_an_adapter_trains_and_goes_on_from_its_checkpoint(service: Any) -> None:
     client = trained(service, rank=2)
     info = client.get_info()
