@@ -116,6 +116,8 @@ class Tinker:
                 check_key(request.headers.get("x-api-key", ""), self._options.token, whose="server")
                 if request.headers.get("content-encoding", "identity") != "identity":
                     raise bad("content-encoding: only bodies as they are, are offered")
+                for checkpoint in self._store.expired():
+                    self._forget(checkpoint)
                 return await serve(request)
             except ClientDisconnect:
                 return Response(status_code=400)  # nobody reads it
@@ -257,9 +259,13 @@ class Tinker:
     async def _delete_checkpoint(self, request: Request) -> Response:
         path = f"tinker://{request.path_params['id']}/{request.path_params['checkpoint']}"
         row = self._row("checkpoints", path)
-        self._store.delete("checkpoints", path)
-        shutil.rmtree(row["folder"], ignore_errors=True)
+        self._forget(row)
         return Response(status_code=204)
+
+    def _forget(self, checkpoint: Mapping[str, Any]) -> None:
+        # The files first: whatever ends this process, what is left of them is still known.
+        shutil.rmtree(checkpoint["folder"], ignore_errors=True)
+        self._store.delete("checkpoints", checkpoint["id"])
 
     async def _versions(self, request: Request) -> Response:
         """Which weights sampled each token: of each sequence [[run, weights, first token, end], ...]."""

@@ -117,6 +117,11 @@ class Store:
     def delete(self, table: str, key: str) -> None:
         self._db.execute(f"DELETE FROM {table} WHERE id = ?", (key,))
 
+    def expired(self) -> list[dict[str, Any]]:
+        """The checkpoints whose time is over."""
+        found = self._db.execute("SELECT * FROM checkpoints WHERE expires < ?", (time.time(),))
+        return [dict(row) for row in found]
+
     def new_session(self, body: Mapping[str, Any]) -> str:
         """Its name: a number, so that the same calls after the same start have the same names."""
         with self.writing():

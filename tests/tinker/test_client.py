@@ -129,6 +129,22 @@ def test_an_adapter_trains_and_goes_on_from_its_checkpoint(service: Any) -> None
         client.save_state("adapter").result()
 
 
+def test_a_checkpoint_whose_time_is_over_is_deleted(service: Any) -> None:
+    client, rest = trained(service), service.create_rest_client()
+
+    def there() -> list[str]:
+        return [one.tinker_path for one in rest.list_checkpoints(client.model_id).result().checkpoints]
+
+    kept = client.save_state("kept", ttl_seconds=10**6).result().path
+    gone = client.save_state("gone", ttl_seconds=1).result().path
+    eventually(lambda: there() == [kept], "its time is over")
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+        service.create_training_client_from_state(gone).result()
+    assert client.save_state("gone").result().path == gone
+    assert there() == [kept, gone]
+    service.create_training_client_from_state(gone).result()
+
+
 def test_what_is_sampled_is_the_policys(service: Any, url: str) -> None:
     client = trained(service)
     client.forward_backward([supervised(tokens) for tokens in DATA], "cross_entropy")
