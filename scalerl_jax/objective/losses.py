@@ -37,8 +37,8 @@ The third form of distillation, `sampled`, is an advantage, and made with the ot
 Adding one: a function of (Tokens, ObjectiveConfig) and its row in LOSSES; the config's `objective.loss` names it.
 A compiled program fits every objective of one form: which loss, and which of its numbers are on (not 0). The numbers
 themselves are arguments of the program (`form_of`, `numbers_of`).
-Sources: arXiv 2510.13786 eq. 2-4; GRPO arXiv 2402.03300 eq. 4; GSPO arXiv 2507.18071; DRO arXiv 2405.19107 eq. 4, of
-tokens in place of completions, with the advantage in place of reward less value.
+Sources: arXiv 2510.13786 eq. 2-4; GRPO arXiv 2402.03300 eq. 4; GSPO arXiv 2507.18071; DRO arXiv 2405.19107, of tokens
+in place of completions, with an advantage in place of reward less value, as Tinker has it.
 
 Which loss tokens have a part in the loss. All masks are off by default; a token must pass each that is on.
 
