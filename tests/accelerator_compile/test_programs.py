@@ -1,6 +1,6 @@
 """Every device program of trainer and engine, compiled for accelerators that are not here, and what its text must say.
 
-One update for TPUs in `make test-full`, 20 CPU seconds; the others, the engine's, and all of those for GPUs in
+One update for TPUs in `make test-full`, 40 CPU seconds; the others, the engine's, and all of those for GPUs in
 `make test-long`.
 """
 
