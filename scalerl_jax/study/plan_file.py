@@ -55,7 +55,9 @@ class PlanFile:
             prefix = f"--workdir={workdir}: holds another study: "
             if before["studies"] != self._now["studies"]:
                 raise UserError(f"{prefix}--study={','.join(before['studies'])} there")
-            _refuse(prefix, before["config"], self._now["config"])
+            # A field that the plan is older than had its default.
+            default = {field: value for field, value in leaves(Config()).items() if field in base}
+            _refuse(prefix, {**json.loads(json.dumps(default)), **before["config"]}, self._now["config"])
             for name, changes in self._now["runs"].items():
                 if name in before["runs"]:
                     _refuse(f"{prefix}{name}: ", before["runs"][name], changes)

@@ -107,6 +107,16 @@ def test_what_differs_is_named(tmp_path: pathlib.Path) -> None:
         assert str(error.value) == where + said
 
 
+def test_a_field_that_the_plan_is_older_than_was_its_default(tmp_path: pathlib.Path) -> None:
+    plan(tmp_path, "two").save()
+    there = json.loads((tmp_path / "plan.json").read_text())
+    assert there["config"].pop("objective.max_ratio") == 5
+    (tmp_path / "plan.json").write_text(json.dumps(there))
+    plan(tmp_path, "two")
+    with pytest.raises(UserError, match=r"config\.objective\.max_ratio is 5\.0 there and 4\.0 now"):
+        plan(tmp_path, "two", objective__max_ratio="4")
+
+
 def test_a_member_that_became_another_is_named(tmp_path: pathlib.Path) -> None:
     plan(tmp_path, "two").save()
     text = (tmp_path / "plan.json").read_text()
