@@ -62,7 +62,7 @@ EXTRAS = {
     "train": TRAIN,
     "environments": ENVIRONMENTS,
     "cuda": [*TRAIN, f"jax[cuda13]>={JAX}"],
-    "launch": ["pyyaml>=6.0"],  # scalerl-launch beside the base install; [train] has it anyway
+    "launch": ["jinja2>=3.1", "pyyaml>=6.0"],  # scalerl-launch beside the base install; [train] has it anyway
     "mcp": MCP,
     "metrics": ["prometheus-client>=0.21"],  # --metrics_port
     "tinker": [*TRAIN, *GATEWAY],
@@ -108,6 +108,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["scalerl_jax*", "rollout_server*", "launch*"]),
     package_data={
+        "launch": ["templates/*/*"],
         "scalerl_jax.scaling": ["calibration.json"],
         "scalerl_jax.contract": ["rollout.proto", "*.pyi"],
         "scalerl_jax.report": ["assets/*", "uplot/*"],

@@ -20,9 +20,7 @@ import shutil
 import subprocess
 from typing import Any
 
-from launch import launch_flags, machines, rendered, slurm
-from launch.kubernetes.cluster import Cluster
-from launch.kubernetes.render import render as render_kubernetes
+from launch import kubernetes, launch_flags, machines, rendered, slurm
 from launch.settings import Settings, check_name, pairs
 from scalerl_jax.cli import entry
 from scalerl_jax.config import Config
@@ -111,7 +109,7 @@ def _files(settings: Settings, target: str, folder: str) -> list[rendered.Render
         if (path := _value(flag)) and not os.path.isfile(path):
             raise ValueError(f"--{flag}={path}: no such file")
     if target == "kubernetes":
-        return render_kubernetes(settings, _from_flags(Cluster, **_absolute("token_file", "tls_authority")))
+        return kubernetes.render(settings, _from_flags(kubernetes.Cluster, **_absolute("token_file", "tls_authority")))
     paths = _absolute("token_file", "tls_authority", "tls_certificate", "tls_key")
     options = {flag: tuple(_value(flag)) for flag in ("trainer_sbatch", "generator_sbatch")}
     return slurm.render(settings, _from_flags(slurm.Queue, folder=os.path.abspath(folder), **paths, **options))

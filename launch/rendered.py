@@ -1,17 +1,18 @@
-"""Files that scalerl-launch makes: their text, and a folder of them that is there whole or not at all."""
+"""Files that scalerl-launch makes from templates/, and a folder of them that is there whole or not at all."""
 
 import dataclasses
-import inspect
 import os
-import textwrap
+import pathlib
+import re
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
+import jinja2
 import yaml
 
 from scalerl_jax.system import files
 
-WIDTH = 110  # of comments
 MARK = "rendered-by-scalerl-launch"  # a folder with this file may be replaced
 
 
@@ -23,38 +24,42 @@ class RenderedFile:
     executable: bool = False
 
 
-class _Dumper(yaml.SafeDumper):
-    """Texts of several lines stand as they are; lists are indented under their key; nothing is an alias."""
-
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        return super().increase_indent(flow, False)
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+def _yaml(value: Any) -> str:
+    """As YAML in one line: quoted where it has to be."""
+    style = '"' if isinstance(value, str) and "\n" in value else None
+    text = yaml.safe_dump(
+        value, default_flow_style=True, default_style=style, width=float("inf"), sort_keys=False, allow_unicode=True
+    )
+    return text.removesuffix("...\n").rstrip("\n")
 
 
-_Dumper.add_representer(str, _text)
+def _command(command: Sequence[str]) -> str:
+    """A shell command of one flag a line."""
+    return " \\\n    ".join(map(shlex.quote, command))
 
 
-def comment(text: str) -> str:
-    """Paragraphs (apart by an empty line) as lines that begin with #."""
-    lines = []
-    for paragraph in inspect.cleandoc(text).split("\n\n"):
-        lines += [*textwrap.wrap(" ".join(paragraph.split()), WIDTH, break_on_hyphens=False), ""]
-    return "".join(f"# {line}".rstrip() + "\n" for line in lines[:-1])
+_templates = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent / "templates"),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+_templates.filters |= {
+    "yaml": _yaml,
+    "sh": shlex.quote,
+    "command": _command,
+    "line": lambda text: " ".join(text.split()),
+}
 
 
-def manifest(name: str, says: str, *documents: tuple[str, dict[str, Any]]) -> RenderedFile:
-    """A YAML file. documents: each with the comment above it; "" for none."""
-    parts = [comment(says)]
-    for above, document in documents:
-        body = yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=2 * WIDTH, allow_unicode=True)
-        parts.append("---\n" + (comment(above) if above else "") + body)
-    return RenderedFile(name, " ".join(says.split("\n\n")[0].split()), "".join(parts))
+def from_template(template: str, **values: Any) -> RenderedFile:
+    """A file of templates/; what it is stands in the first line of comment. template: its path there."""
+    text = _templates.get_template(template).render(values)
+    text = re.sub(r"^[ \t]+\n", "", text, flags=re.MULTILINE)  # where a part was left out
+    name = template.rpartition("/")[2]
+    says = next(line for line in text.splitlines() if line.startswith("# ")).removeprefix("# ")
+    return RenderedFile(name, says, text, executable=not name.endswith(".yaml"))
 
 
 def check_folder(path: str) -> None:

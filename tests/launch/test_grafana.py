@@ -8,7 +8,7 @@ from typing import Any
 import promql_parser
 import pytest
 
-from launch.kubernetes import autoscaling
+from launch.kubernetes import BUSY_METRIC
 from rollout_server import server_metrics
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.run.exporter import ROLES, STATES, STEP_GAUGES, TrainerMetrics
@@ -87,4 +87,4 @@ def test_panels_do_not_overlap_and_say_what_they_show() -> None:
 
 def test_what_scales_the_fleet_is_told() -> None:
     """The metric of --autoscale."""
-    assert autoscaling.METRIC in told()
+    assert BUSY_METRIC in told()

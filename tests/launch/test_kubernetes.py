@@ -14,10 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from launch import machines
-from launch.kubernetes import pods
-from launch.kubernetes.autoscaling import autoscaling
-from launch.kubernetes.cluster import Cluster, Launch, most_in_flight
+from launch import kubernetes, machines
 from launch.settings import Settings
 from scalerl_jax.config_io import load_file, parse_argv, read_argv
 from scalerl_jax.environments import sandbox_command
@@ -43,6 +40,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]
         assert result.stderr == ""
         made[name] = where / "made"
     return made
+
+
+# What a GPU's container does first.
+DRIVERS = """\
+if [[ -d /usr/local/nvidia/lib64 ]]; then
+    export PATH="$PATH:/usr/local/nvidia/bin"
+    export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}/usr/local/nvidia/lib64"
+fi
+exec "$0" "$@"
+"""
 
 
 def every(folder: pathlib.Path) -> list[dict[str, Any]]:
@@ -177,11 +184,11 @@ def test_the_trainer_takes_its_command(folders: dict[str, pathlib.Path], name: s
     (trainer,) = [workload for workload in workloads(folders[name]) if workload["kind"] != "Deployment"]
     for file, text in by_kind(folders[name])["ConfigMap"][0]["data"].items():
         (tmp_path / file).write_text(text)
-    told = [argument.replace(pods.CONFIG, str(tmp_path)) for argument in arguments(trainer)]
+    told = [argument.replace(kubernetes.CONFIG, str(tmp_path)) for argument in arguments(trainer)]
     config, rest = parse_argv(told)  # fields of the config that are given as flags
     insecure = name == "tiny_insecure"
     assert (config.fleet.token_file, config.fleet.tls_authority) == (
-        ("", "") if insecure else (f"{pods.TOKEN}/token", f"{pods.TLS}/ca.crt")
+        ("", "") if insecure else (f"{kubernetes.TOKEN}/token", f"{kubernetes.TLS}/ca.crt")
     )
     flags = dict(flag.removeprefix("--").split("=", 1) for flag in rest)
     assert flags["servers"].startswith("dns:///")
@@ -307,7 +314,7 @@ def test_only_what_must_come_in_comes_in(folders: dict[str, pathlib.Path], name:
     assert found.keys() == wanted
     run = "four-hosts" if name == "tiny_hosts" else by_kind(folders[name])["PodDisruptionBudget"][0]["metadata"][
         "labels"]["app.kubernetes.io/instance"]  # fmt: skip
-    trainer = [{"podSelector": {"matchLabels": pods.labels(run, "trainer")}}]
+    trainer = [{"podSelector": {"matchLabels": kubernetes.labels(run, "trainer")}}]
     for component, spec in found.items():
         assert spec["policyTypes"] == ["Ingress"]
         open_to_all = [rule for rule in spec["ingress"] if "from" not in rule]
@@ -340,11 +347,11 @@ def test_the_driver_is_added_to_what_the_image_has(folders: dict[str, pathlib.Pa
         for workload in workloads(folders[name]):
             (container,) = template(workload)["spec"]["containers"]
             gpus = "nvidia.com/gpu" in container.get("resources", {}).get("limits", {})
-            assert (container["command"][:-1] == ["bash", "-euc", pods.DRIVERS]) == gpus
+            assert (container["command"][:-1] == ["bash", "-euc", DRIVERS]) == gpus
             assert container["command"][-1] in ("scalerl-train", "scalerl-serve")
-            assert not {variable["name"] for variable in container["env"]} & {"LD_LIBRARY_PATH", "PATH"}
+            assert not {variable["name"] for variable in container.get("env", [])} & {"LD_LIBRARY_PATH", "PATH"}
     driver = tmp_path / "nvidia"
-    script = pods.DRIVERS.replace("/usr/local/nvidia", str(driver))
+    script = DRIVERS.replace("/usr/local/nvidia", str(driver))
     shown = "import os, sys; print(os.environ.get('LD_LIBRARY_PATH'), os.environ['PATH'], sys.argv[1:])"
     program = [sys.executable, "-c", shown]
 
@@ -418,10 +425,10 @@ def test_generators_come_where_they_are_the_slower_side_and_go_where_they_wait(p
         name="it", config=config, part="all", workdir="/runs/it", trainer=machine, generator=machine, generators=1,
         engine="jax", servers="", grace_seconds=300, max_restarts=20, insecure=True,
     )  # fmt: skip
-    cluster = Cluster(trainer_image="t", generator_image="g", autoscale=kind, maximum_generators=6)
-    cluster.check(settings)
-    rule = yaml.safe_load(autoscaling(Launch(settings, cluster)).text)
-    most = most_in_flight(config)
+    cluster = kubernetes.Cluster(trainer_image="t", generator_image="g", autoscale=kind, maximum_generators=6)
+    files = {file.name: file.text for file in kubernetes.render(settings, cluster)}
+    rule = yaml.safe_load(files["autoscaling.yaml"])
+    most = kubernetes.most_in_flight(config)
     for now in range(1, 6):
         full = min(now * fleet.slots, most)
         if full == now * fleet.slots:  # all slots are busy: the trainer waits for them

@@ -74,10 +74,10 @@ def test_no_file_imports_itself_through_others() -> None:
 
 
 def place_of(module: str) -> str:
-    """The folder, where no folder is inside it; else the file itself: a wing stands between files of its house."""
-    path = modules()[module]
-    has_wings = any(inside.is_dir() and (inside / "__init__.py").exists() for inside in path.parent.iterdir())
-    return module if has_wings else ".".join(path.parent.relative_to(ROOT).parts)
+    """The folder, where it is in another one and has none inside; else the file: a wing is between files of a house."""
+    folder = modules()[module].parent
+    has_wings = any(inside.is_dir() and (inside / "__init__.py").exists() for inside in folder.iterdir())
+    return module if has_wings or folder.parent == ROOT else ".".join(folder.relative_to(ROOT).parts)
 
 
 def test_no_folder_imports_itself_through_others() -> None:

@@ -16,9 +16,10 @@ PROVIDERS = {
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
+    "jinja2": "transformers",  # by its extra [chat-template]; without the trainer the extra [launch] brings it
     "huggingface_hub": "datasets",  # which cannot be without it
     "orbax": "orbax-checkpoint",
-    "yaml": "transformers",  # likewise; without the trainer the extra [launch] brings it
+    "yaml": "transformers",  # likewise, and [launch]
 }
 OPTIONAL = {"wandb", "prometheus_client"}  # used where they are installed and asked for
 CONTRACT = "scalerl_jax.contract"
