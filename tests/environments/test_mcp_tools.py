@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="servers' proces
 
 # A server of the package itself: over pipes, or with an argument over HTTP, when it prints its port first.
 SERVER = """
-import os, signal, socket, subprocess, sys
+import os, socket, sys
 import uvicorn
 from mcp.server.mcpserver import Context, Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -68,16 +68,6 @@ def session(context: Context) -> str:
     "The session's name."
     return context.request_context.request.headers["mcp-session-id"]
 
-@server.tool()
-def hang(file: str) -> str:
-    "Starts a process in a session of its own, writes both ids into a file, and never answers."
-    other = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    with open(file + ".part", "w") as out:
-        out.write(f"{os.getpid()} {other.pid}")
-    os.rename(file + ".part", file)
-    while True:
-        signal.pause()
-
 if len(sys.argv) == 1:
     server.run()
 else:
@@ -90,7 +80,7 @@ else:
 
 # A server that speaks the protocol by hand, and does as its first argument says when it is asked for that.
 HOSTILE = """
-import itertools, json, os, signal, sys
+import itertools, json, os, signal, subprocess, sys
 how = sys.argv[1]
 
 def say(**message):
@@ -135,6 +125,13 @@ for line in sys.stdin:
             sys.exit("it broke")
         if how == "mute later":
             never()
+        if how == "hangs":  # with a process in a session of its own; both ids are in a file
+            other = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            file = asked["params"]["arguments"]["file"]
+            with open(file + ".part", "w") as out:
+                out.write(f"{os.getpid()} {other.pid}")
+            os.rename(file + ".part", file)
+            never()
         if how == "no JSON":
             print("}{", flush=True)
             continue
@@ -166,11 +163,11 @@ def url(files):
 
 
 def over_pipes(files, **options) -> McpServer:
-    return McpServer(command=[sys.executable, str(files / "server.py")], **options)
+    return McpServer(command=[sys.executable, str(files / "server.py")], seconds=300, **options)
 
 
-def hostile(files, how: str, **options) -> McpServer:
-    return McpServer(command=[sys.executable, "-S", str(files / "hostile.py"), how], **options)
+def hostile(files, how: str, seconds: float = 300, **options) -> McpServer:
+    return McpServer(command=[sys.executable, "-S", str(files / "hostile.py"), how], seconds=seconds, **options)
 
 
 def listed(server: McpServer) -> list[str]:
@@ -222,7 +219,7 @@ def test_servers_of_both_kinds_beside_functions(files, url):
         return a + b
 
     local = over_pipes(files, only=["note", "divide", "look", "variables"], env={"MINE": "1"})
-    tools = Tools([add, local, McpServer(url=url, prefix="web.", headers={"X-Mine": "1"})])
+    tools = Tools([add, local, McpServer(url=url, prefix="web.", headers={"X-Mine": "1"}, seconds=300)])
     threads, before = threading.active_count(), children()
     names = [schema["function"]["name"] for schema in tools.schemas()]
     assert names[:5] == ["add", "note", "divide", "look", "variables"]
@@ -268,7 +265,7 @@ LISTINGS = {
 def test_a_server_that_lists_nonsense_is_one_line(files, how):
     memory, before = psutil.Process().memory_info().rss, children()
     with pytest.raises(ValueError, match=LISTINGS[how]) as error:
-        listed(hostile(files, how, seconds=2 if "no answer" in LISTINGS[how] else 60))
+        listed(hostile(files, how, seconds=2 if "no answer" in LISTINGS[how] else 300))
     assert len(str(error.value).splitlines()) == 1 and len(str(error.value)) <= 400
     assert psutil.Process().memory_info().rss < memory + 2**28
     assert children() == before
@@ -309,10 +306,19 @@ CALLS = {
 @pytest.mark.parametrize("how", CALLS)
 def test_a_call_that_goes_wrong_is_an_error_to_read(files, monkeypatch, how):
     """And so is the next one, of the same session."""
-    server = hostile(files, how, seconds=2 if "no answer" in CALLS[how] else 60)
+    server = hostile(files, how)
+    connected = server.connected
+
+    @contextlib.asynccontextmanager
+    async def hurried(errors):  # what comes before the call takes as long as it takes
+        async with connected(errors) as client:
+            server.seconds = 2 if "no answer" in CALLS[how] else 300
+            yield client
+
     monkeypatch.setattr(McpServer, "schemas", lambda self: asyncio.run(self.listed()))
     memory, before = psutil.Process().memory_info().rss, children()
     with playing(Tools([server])) as episode:
+        server.connected = hurried
         for expected in (CALLS[how], ""):
             (error,) = results(episode, call("a"))
             assert error.startswith("error: ToolError: ") and expected in error and len(error) < 600
@@ -364,7 +370,7 @@ def test_a_server_that_answers_badly_over_http_is_one_line(how):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         at = f"http://127.0.0.1:{server.server_address[1]}/{how}"
         with pytest.raises(ValueError, match=BADLY[how]) as error:
-            listed(McpServer(url=at, seconds=2 if how == "hang" else 60))
+            listed(McpServer(url=at, seconds=2 if how == "hang" else 300))
         server.shutdown()
     assert len(str(error.value).splitlines()) == 1 and len(str(error.value)) <= 400
     assert psutil.Process().memory_info().rss < memory + 2**29  # the server's own 50 MB are in it
@@ -375,7 +381,11 @@ import sys
 from scalerl_jax.environments.mcp_tools import McpServer
 
 class Notes:
-    tools = [McpServer(command=[sys.executable, {server!r}], prefix="my_"), McpServer(url={url!r}, only=["note"])]
+    tools = [
+        McpServer(command=[sys.executable, {server!r}], prefix="my_", seconds=300),
+        McpServer(url={url!r}, only=["note"], seconds=300),
+        McpServer(command=[sys.executable, "-S", {hostile!r}, "hangs"], prefix="bad_", seconds=300),
+    ]
     def rows(self, split):
         yield {{"prompt": "note"}}
     def score(self, row, completion):
@@ -384,11 +394,15 @@ class Notes:
 
 
 @pytest.fixture
-def pool(files, url, tmp_path):
+def pool(request, files, url, tmp_path):
     """Of an environment with a server of each kind; with the row and a turn of it."""
-    (tmp_path / "notes.py").write_text(ENVIRONMENT.format(server=str(files / "server.py"), url=url))
+    servers = {name: str(files / f"{name}.py") for name in ("server", "hostile")}
+    (tmp_path / "notes.py").write_text(ENVIRONMENT.format(url=url, **servers))
     config, tokenizer = Config(), chat_folder(tmp_path / "model", "qwen2_5")
-    config.environment.name, config.environment.turn_seconds = f"{tmp_path}/notes.py:Notes", 20
+    config.environment.name, config.environment.turn_seconds = (
+        f"{tmp_path}/notes.py:Notes",
+        getattr(request, "param", 300),
+    )
     config.rollout.max_turns, config.rollout.thinking_budget_max = 4, 0
     config.rollout.thinking_budget_min = 0
     environment = make_environment(config)
@@ -421,10 +435,11 @@ def test_a_whole_episode(pool):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pool", [20], indirect=True, ids=["20 s"])
 def test_no_process_outlives_an_episode_that_the_kernel_ends(pool, tmp_path):
-    """turn_seconds, 20, end before the call's seconds do, 30."""
+    """turn_seconds end long before the call's do."""
     pool, row, turn, _ = pool
-    found = pool.step(row, Trajectory(turn(call("my_hang", file=str(tmp_path / "pids"))), "a:1")).result()
+    found = pool.step(row, Trajectory(turn(call("bad_a", file=str(tmp_path / "pids"))), "a:1")).result()
     assert found.excluded and "turn_seconds" in found.why
     assert_gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
 
@@ -457,13 +472,14 @@ def wait():
     os.kill(os.getpid(), 9)
 
 threading.Thread(target=wait, daemon=True).start()
-McpServer(command=[sys.executable, sys.argv[1]], seconds=600).open(Row("q")).call("hang", {"file": sys.argv[2]})
+server = McpServer(command=[sys.executable, "-S", sys.argv[1], "hangs"], seconds=600)
+server.open(Row("q")).call("a", {"file": sys.argv[2]})
 """
 
 
 @pytest.mark.slow
 def test_no_process_outlives_one_that_is_killed(files, tmp_path):
     pids = tmp_path / "pids"
-    done = subprocess.run([sys.executable, "-c", KILLED, files / "server.py", pids], check=False)
+    done = subprocess.run([sys.executable, "-c", KILLED, files / "hostile.py", pids], check=False)
     assert done.returncode == -9
     assert_gone([int(pid) for pid in pids.read_text().split()])
