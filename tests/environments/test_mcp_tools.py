@@ -196,7 +196,7 @@ def assert_gone(pids: list[int]) -> None:
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             processes.append(psutil.Process(pid))
-    assert not psutil.wait_procs(processes, timeout=60)[1]
+    assert not psutil.wait_procs(processes, timeout=600)[1]
 
 
 def test_what_is_asked_for_is_checked():

@@ -31,7 +31,7 @@ def scorer(config: Config) -> Scorer:
 
 
 def is_right(scorer: Scorer, answer: str, completion: Completion) -> bool:
-    score = scorer.score(Row("1+1=", answer), completion).result(60)
+    score = scorer.score(Row("1+1=", answer), completion).result(600)
     assert score.reward == (1 if score.correct else -1)
     return score.correct
 
@@ -105,8 +105,8 @@ def test_a_prompt_that_opens_thinking_is_answered_after_it_whatever_the_budget()
     config.rollout.thinking_budget_min = config.rollout.thinking_budget_max = 0
     with scorer(config) as answers:
         opened = Row("1+1=<think>\n", "7")
-        assert answers.score(opened, completion("3+4</think>7")).result(60).correct
-        assert not answers.score(opened, completion("7")).result(60).correct
+        assert answers.score(opened, completion("3+4</think>7")).result(600).correct
+        assert not answers.score(opened, completion("7")).result(600).correct
 
 
 def test_the_penalty_is_of_correct_completions_that_are_long():
@@ -115,10 +115,10 @@ def test_the_penalty_is_of_correct_completions_that_are_long():
     config.rollout.answer_budget, config.rollout.length_penalty_tokens = 10, 10  # from 10 to 20 tokens
     with scorer(config) as answers:
         for text, reward in (("</think>7", 1.0), ("<think></think>7", 0.4), ("<think></think>8", -1.0)):
-            score = answers.score(Row("", "7"), completion(text)).result(60)
+            score = answers.score(Row("", "7"), completion(text)).result(600)
             assert score.reward == pytest.approx(reward) and score.correct == text.endswith("7")
             assert score.metrics["length_penalty"] == pytest.approx(min(0.0, reward - 1.0) if score.correct else 0.0)
-        cut = answers.score(Row("", "7"), completion("</think>7", "length")).result(60)
+        cut = answers.score(Row("", "7"), completion("</think>7", "length")).result(600)
         assert (cut.reward, cut.metrics) == (-1.0, {"length_penalty": 0.0})
 
 

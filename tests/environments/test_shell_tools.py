@@ -326,14 +326,14 @@ class TestProcesses:
 
     def test_a_turn_that_takes_too_long(self, tmp_path):
         """Beyond what the tools' own limits hold: the environment's score."""
-        before, settings = others(), agent_config(tmp_path, turn_seconds=2.0)
+        before, settings = others(), agent_config(tmp_path, turn_seconds=10.0)  # for the first turn too
         slow = AGENT.replace('run("grep', 'run("sleep 1000; grep')
         (tmp_path / "agent.py").write_text(slow)
         with closing(pool_of(settings)) as pool:
             player = Player(pool, tmp_path)
             player.say(call("shell", command="echo 42 > answer.txt"))
             sandbox = inside(before) - {pool._process.pid}
-            assert "a step took 2 s (turn_seconds)" in player.say("done").why
+            assert "a step took 10 s (turn_seconds)" in player.say("done").why
             eventually(lambda: are_gone(sandbox), "the sandbox is gone")
 
     def test_a_trainer_that_is_killed(self, tmp_path):

@@ -80,7 +80,7 @@ def test_an_agent_has_so_many_seconds(made):
     pool = pool_of(config)
     try:
         with RunAgents(config, pool, made[2], Requests(config, made[2]), folder="", saved=lambda: 0) as of_run:
-            outcome = of_run.run(Row("time.sleep(3600)"), "train/6/0", Fleet().ask, attempt=0).result(60)
+            outcome = of_run.run(Row("time.sleep(3600)"), "train/6/0", Fleet().ask, attempt=0).result(600)
     finally:
         pool.close()
     assert outcome.score.metrics["ended/deadline"] == 1 and not outcome.score.excluded
@@ -111,7 +111,7 @@ def test_what_an_agent_asks_is_asked_of_the_fleet(agents):
     with agents() as of_run:
         outcome = of_run.run(
             Row(f"1.0 if {text} == [400, 401, 404] else -1.0"), "train/6/0", fleet.ask, attempt=0
-        ).result(60)
+        ).result(600)
     # Each choice is a turn of its own; what a client says of the sampling counts for nothing, but for its length.
     assert fleet.asked[0] == ([7, 8], "0", None, 3)
     assert sorted(fleet.asked[1:]) == [([7, 8, 100, 0, 9], name, A, 8) for name in ("1", "1.1")]
@@ -138,7 +138,7 @@ def test_what_an_agent_asks_is_asked_of_the_fleet(agents):
 )
 def test_how_an_agent_ends(agents, text, ended):
     with agents() as of_run:
-        outcome = of_run.run(Row(text), "train/6/0", Fleet().ask, attempt=0).result(60)
+        outcome = of_run.run(Row(text), "train/6/0", Fleet().ask, attempt=0).result(600)
     assert outcome.score.metrics[f"ended/{ended}"] == 1
     assert outcome.score.excluded == (ended == "failed")
     assert outcome.branches[0].finish_reason == ("stop" if ended == "failed" else "length")
@@ -153,12 +153,12 @@ def test_an_agent_goes_on_where_everything_was_killed(agents, tmp_path):
         eventually(lambda: len(fleet.asked) == 2, "the second turn is asked for")
     fleet = Fleet()
     with agents() as of_run:
-        outcome = of_run.run(Row(text), "train/6/0", fleet.ask, attempt=0).result(60)
+        outcome = of_run.run(Row(text), "train/6/0", fleet.ask, attempt=0).result(600)
     assert [asked[:2] for asked in fleet.asked] == [([7, 100, 0, 9], "1")]  # the first is known
     assert ids_of(outcome) == [([7], [100, 0, 9, 100, 0])]
     # Another time it asks for something else: what it had asked for is not trained on.
     with agents() as of_run:
-        outcome = of_run.run(Row("ask(prompt=[5]) and 1.0"), "train/6/0", Fleet().ask, attempt=0).result(60)
+        outcome = of_run.run(Row("ask(prompt=[5]) and 1.0"), "train/6/0", Fleet().ask, attempt=0).result(600)
     assert ids_of(outcome) == [([5], [100, 0])]
 
     journals = tmp_path / "sessions"
@@ -171,7 +171,7 @@ def test_journals_are_kept_until_they_are_not_needed(agents, tmp_path):
     saved = 3
     with agents() as of_run:
         for name in ("train/6/0", "train/7/0", "train/8/0", "eval/3/0/0"):
-            of_run.run(Row("ask(prompt=[7]) and 1.0"), name, Fleet().ask, attempt=0).result(60)
+            of_run.run(Row("ask(prompt=[7]) and 1.0"), name, Fleet().ask, attempt=0).result(600)
     names = sorted(path.name for path in (tmp_path / "sessions").iterdir())
     assert names == ["train-6-0.journal", "train-7-0.journal", "train-8-0.journal"]
     with agents(saved=saved + 1):
@@ -194,7 +194,7 @@ def test_a_turn_that_the_fleet_gives_up_is_over(agents):
     gone.cancel()
     with agents() as of_run:
         row = Row("1.0 if ask(prompt=[7]) == 409 and ask(prompt=[7]) == 409 else -1.0")
-        outcome = of_run.run(row, "train/6/0", lambda *_: gone, attempt=0).result(60)
+        outcome = of_run.run(row, "train/6/0", lambda *_: gone, attempt=0).result(600)
     assert outcome.score.why == "it asked for no turn"
 
 
@@ -204,10 +204,10 @@ def test_an_agent_that_begins_again_has_forgotten_everything(agents, tmp_path):
     with agents() as of_run:
         for attempt in range(3):
             fleet = Fleet()
-            outcome = of_run.run(row, "train/6/0", fleet.ask, attempt=attempt).result(60)
+            outcome = of_run.run(row, "train/6/0", fleet.ask, attempt=attempt).result(600)
             assert len(fleet.asked) == 1 and outcome.score.reward == 1.0
     assert [path.name for path in (tmp_path / "sessions").iterdir()] == ["train-6-0-again2.journal"]
     fleet = Fleet()
     with agents() as of_run:
-        of_run.run(row, "train/6/0", fleet.ask, attempt=0).result(60)
+        of_run.run(row, "train/6/0", fleet.ask, attempt=0).result(600)
     assert len(fleet.asked) == 1

@@ -220,7 +220,7 @@ def test_several_choices_are_siblings_with_seeds_of_their_own(openai: Any, chat:
 
 
 def test_tokens_go_in_and_come_out(chat: Chat, made_up: str) -> None:
-    client = httpx.Client(base_url=f"http://{made_up}", timeout=60)
+    client = httpx.Client(base_url=f"http://{made_up}", timeout=600)
     asked = {"model": "tiny", "token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 9, "logprobs": 1, "seed": 3}}
     answers = [client.post("/inference/v1/generate", json=asked).json() for _ in range(2)]
     (choice,) = answers[0]["choices"]
@@ -250,7 +250,7 @@ def test_tokens_go_in_and_come_out(chat: Chat, made_up: str) -> None:
 
 def test_tokens_of_log_probs_together_are_the_text(made_up: str) -> None:
     asked = {"model": "tiny", "prompt": "2+2", "max_tokens": 60, "n": 8, "logprobs": 0}
-    answer = httpx.post(f"http://{made_up}/s/pieces/v1/completions", json=asked, timeout=60).json()
+    answer = httpx.post(f"http://{made_up}/s/pieces/v1/completions", json=asked, timeout=600).json()
     alone = 0
     for choice in answer["choices"]:
         text, tokens, offsets = choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
@@ -272,13 +272,13 @@ def test_bodies_of_agents(anthropic: Any, openai: Any, made_up: str) -> None:
         "tools": [{"name": "add", "description": "Adds.", "input_schema": chat_model.PARAMETERS, **cached}],
     }  # fmt: skip
     url = f"http://{made_up}/s/coding/v1/messages?beta=true"
-    assert httpx.post(url, json=coding, timeout=60).status_code == 200
+    assert httpx.post(url, json=coding, timeout=600).status_code == 200
     ours = httpx.post(url, json={**coding, "tools": [{"type": "web_search_20250305", "name": "web_search"}]})
     assert ours.status_code == 400 and "tools[0]" in ours.json()["error"]["message"]
 
     sampling = {"max_tokens": 3, "logprobs": 1, "skip_special_tokens": False, "routed_experts_prompt_start": 2}
     tokens = {"model": "tiny", "token_ids": [5, 6, 7], "sampling_params": sampling}
-    assert httpx.post(f"http://{made_up}/inference/v1/generate", json=tokens, timeout=60).status_code == 200
+    assert httpx.post(f"http://{made_up}/inference/v1/generate", json=tokens, timeout=600).status_code == 200
 
     assert openai.OpenAI(base_url=f"http://{made_up}/v1", api_key="any").models.retrieve("tiny").id == "tiny"
     assert anthropic.Anthropic(base_url=f"http://{made_up}", api_key="any").models.retrieve("tiny").id == "tiny"
@@ -296,7 +296,7 @@ def test_bodies_of_agents(anthropic: Any, openai: Any, made_up: str) -> None:
     ],
 )
 def test_what_is_not_offered_is_not_read_over(made_up: str, route: str, asked: dict[str, Any]) -> None:
-    answer = httpx.post(f"http://{made_up}{route}", json={"model": "tiny", **asked}, timeout=60)
+    answer = httpx.post(f"http://{made_up}{route}", json={"model": "tiny", **asked}, timeout=600)
     assert answer.status_code == 400 and answer.json()["error"]["param"] in asked
 
 
@@ -324,7 +324,7 @@ def test_errors_have_the_shape_that_the_clients_know(anthropic: Any, openai: Any
     assert (method.status_code, method.headers["allow"]) == (405, "POST")
     body = b'{"model": "tiny", "prompt": "' + b"a" * 2**25 + b'"}'
     with contextlib.suppress(httpx.WriteError):  # it may close while we still write
-        assert httpx.post(f"http://{made_up}/v1/completions", content=body, timeout=60).status_code == 413
+        assert httpx.post(f"http://{made_up}/v1/completions", content=body, timeout=600).status_code == 413
 
 
 def test_a_gateway_with_a_token_and_limits(
@@ -361,16 +361,16 @@ def test_a_killed_gateway_goes_on_from_its_journal(chat: Chat, model: pathlib.Pa
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(url, json=bodies[0], timeout=httpx.Timeout(0.01, connect=30, write=30, pool=30))
             retry = {"x-stainless-retry-count": "1"}
-            first = [httpx.post(url, json=bodies[0], headers=retry, timeout=60).json() for _ in range(2)]
+            first = [httpx.post(url, json=bodies[0], headers=retry, timeout=600).json() for _ in range(2)]
             assert (first[0]["id"], first[0]["choices"]) == (first[1]["id"], first[1]["choices"])
-            second = httpx.post(url, json=bodies[1], timeout=60).json()
+            second = httpx.post(url, json=bodies[1], timeout=600).json()
             before = trace(process.address, "kept")
             assert before["turns"] == 2
             process.kill()
             process.start()
             process.wait()
             assert trace(process.address, "kept") == before
-            again = [httpx.post(url, json=body, timeout=60).json() for body in bodies]
+            again = [httpx.post(url, json=body, timeout=600).json() for body in bodies]
             assert [found["choices"] for found in again[:2]] == [first[0]["choices"], second["choices"]]
             after = trace(process.address, "kept")
             assert after["trace"][:2] == before["trace"] and after["turns"] == 3
@@ -432,23 +432,23 @@ def test_a_session_stays_where_its_turns_are(chat: Chat, model: pathlib.Path, tm
 def test_servers_that_are_full_late_or_gone(chat: Chat, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     flags = ("--replay_token_seconds=1", "--slots=1", "--queue=1")
     with contextlib.closing(generator(tmp_path, model, *flags).wait()) as server:
-        with gateway(tmp_path, model, f"--servers={server.address}", "--request_seconds=2") as process:
+        with gateway(tmp_path, model, f"--servers={server.address}", "--request_seconds=6") as process:
             url = f"http://{process.address}/v1/chat/completions"
             asked = {"model": "tiny", "messages": [QUESTION], "max_tokens": 60}
-            full = httpx.post(url, json={**asked, "n": 6}, timeout=60)
+            full = httpx.post(url, json={**asked, "n": 6}, timeout=600)
             assert (full.status_code, full.json()["error"]["code"]) == (429, "queues_full")
             assert full.headers["retry-after"] == "1"
-            late = httpx.post(url, json=asked, timeout=60)
+            late = httpx.post(url, json=asked, timeout=600)
             assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline")
             server.kill()
             eventually(lambda: httpx.get(f"http://{process.address}/health").status_code == 503)
-            gone = httpx.post(url, json=asked, timeout=60)
+            gone = httpx.post(url, json=asked, timeout=600)
             assert (gone.status_code, gone.json()["error"]["code"]) == (503, "no_server")
 
 
 def test_calls_of_a_session_that_is_ended(chat: Chat, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     async def main(address: str) -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=60) as client:
+        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=600) as client:
             asked = {"model": "tiny", "messages": [QUESTION], "max_tokens": 100}
             calls = [
                 asyncio.create_task(client.post("/s/ended/v1/chat/completions", json=asked)),
@@ -470,7 +470,7 @@ def test_calls_of_a_session_that_is_ended(chat: Chat, model: pathlib.Path, tmp_p
 async def ask_at_once(address: str, killed: ServerProcess | None = None) -> list[list[int]]:
     """The tokens of eight calls of a session; `killed` is, once all of them have begun."""
     asked = {"model": "tiny", "token_ids": [5, 6], "sampling_params": {"max_tokens": 60}}
-    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=60) as client:
+    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=600) as client:
         calls = [asyncio.create_task(client.post("/s/lost/inference/v1/generate", json=asked)) for _ in range(8)]
         begun = 0
         while begun < len(calls):

@@ -299,7 +299,7 @@ def test_a_session_may_be_closed_while_a_record_is_written(chat: Chat, tmp_path:
 
     def late(record: Any) -> None:
         begun.set()
-        closed.wait(60)
+        closed.wait(600)
         append(record)
 
     journal.append = late  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ def test_a_fault_is_said_once_and_the_next_page_is_made(tmp_path, monkeypatch, c
     with caplog.at_level(logging.WARNING), ReportWriter(str(tmp_path)) as report:
         for event in made:
             report.request()
-            assert event.wait(60)
+            assert event.wait(600)
     said = [record.getMessage() for record in caplog.records if "report.html" in record.getMessage()]
     assert said == ["no report.html: ZeroDivisionError: division by zero; the training goes on"]
 

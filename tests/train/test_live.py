@@ -24,7 +24,7 @@ from tests.support.servers import serve
 def held(address: str) -> pb.Version:
     """The version a server decodes with."""
     with grpc.insecure_channel(address) as channel:
-        return RolloutStub(channel).Status(pb.StatusRequest(), timeout=60).version
+        return RolloutStub(channel).Status(pb.StatusRequest(), timeout=600).version
 
 
 def saved_steps(run: Run) -> list[int]:
