@@ -33,7 +33,7 @@ def pool():
 def test_a_row_that_json_has_no_form_for_is_named(pool, value, said):
     row = Row("?", "1", name="mine.py:Odd train row 7", extra={"level": 3, "when": value})
     with pytest.raises(ScorerError, match=rf"^mine\.py:Odd train row 7: column 'when': JSON has no form.*{said}"):
-        pool.submit(row, Completion("1")).result(10)
+        pool.submit(row, Completion("1")).result(600)
     assert pool.submit(Row("?", "1", extra={"bonus": 1.0}), Completion("1")).result(600).correct
 
 
