@@ -90,7 +90,7 @@ FAULTS = (
     # ---- The model
     Fault(
         "attention reaches into other segments",
-        f"{MODEL}/attention/block_products.py",
+        f"{MODEL}/attention/blocks.py",
         "(query_segment[..., :, None] == key_segment[..., None, :]) & causal",
         "(query_segment[..., :, None] >= key_segment[..., None, :]) & causal",
         "tests/model/test_attention.py::test_equals_the_plain_formula",

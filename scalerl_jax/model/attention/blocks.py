@@ -5,17 +5,30 @@ The scores of a whole row, [length, length], never exist. Three ways, by the row
     unrolled   few blocks: one after the other, each with just the keys it needs
     windowed   many blocks, of short segments: all at once, each with a few blocks before it
     looped     many blocks: a loop, whose program does not grow with the row; also where the queries are a part of it
+
+The backward pass is written out. It keeps q, k, v, the output and each query's log of the softmax's sum, makes the
+probabilities P again from them, and needs no other pass over the scores than
+
+    dV = P' dO      dS = P * (dO V' - rowsum(dO * O)) / sqrt(h)      dQ = dS K      dK = dS' Q
+
+Products take operands in the dtype given and accumulate in float32; everything between them is float32.
+
+Legend: R rows, L queries, S keys, K key/value heads, G query heads that share one, h head size, B queries of a block,
+W keys that a block sees or that a span has.
 """
 
+import functools
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from scalerl_jax.model.attention.backend import BLOCKS, Backend
-from scalerl_jax.model.attention.blocks_looped import looped
-from scalerl_jax.model.attention.blocks_unrolled import unrolled
-from scalerl_jax.model.attention.blocks_windowed import windowed
+from scalerl_jax.model.attention.backend import BLOCKS, SAVED, Backend
 
+MASKED = -1e30
 BLOCK = 128
 _SHORT_BLOCK = 64  # wastes less on short segments, and costs more operations on long ones
 _SHORT_SEGMENT = 256
@@ -51,7 +64,343 @@ def attend(
     elif offset is None and 2 * window <= length and few:
         out = windowed(q, k, v, key_segments, block, back, precision)
     else:
-        start = jax.numpy.int32(0) if offset is None else offset
+        start = jnp.int32(0) if offset is None else offset
         sizes = min(length, _LOOP_BLOCK), min(k.shape[1], LOOP_SPAN)
         out = looped(q, k, v, query_segments, key_segments, start, *sizes, precision)
     return out.reshape(rows, length, heads, size)
+
+
+def attend_block(q, k, v, mask, precision):
+    """q [..., K, G, B, h], k and v [..., K, W, h], mask [..., B, W] -> (like q, log of the sum [..., K, G, B, 1])."""
+    scores = scores_of(q, k, mask, precision)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    out = by_values(weights, v, precision).reshape(q.shape) / total
+    return out.astype(q.dtype), top + jnp.log(total)
+
+
+def attend_block_backward(q, k, v, mask, log_total, mean, g, precision):
+    """(dq like q, dk and dv [..., K, h, W]), float32. mean: mean_of the output and its cotangent g."""
+    weights = jnp.exp(scores_of(q, k, mask, precision) - log_total)
+    by_weight = _product(_rows(g), v, (1, 1), precision).reshape(weights.shape)
+    by_score = (weights * (by_weight - mean) * (1 / math.sqrt(q.shape[-1]))).astype(q.dtype)
+    dq = _product(_rows(by_score), k, (1, 0), precision).reshape(q.shape)
+    # The narrow operand first, and the keys last: on a CPU this is several times faster than the other way round.
+    dk = _product(_rows(q), _rows(by_score), (0, 0), precision)
+    dv = _product(_rows(g), _rows(weights.astype(v.dtype)), (0, 0), precision)
+    # Else the compiler turns the products round to save the transposition of their small results.
+    return dq, *jax.lax.optimization_barrier((dk, dv))
+
+
+def mask_of(query_segment: jax.Array, key_segment: jax.Array, offset: Any) -> jax.Array:
+    """[..., B], [..., W] -> [..., B, W]: of one segment, and not later. Query i stands at key offset + i."""
+    queries, keys = query_segment.shape[-1], key_segment.shape[-1]
+    causal = offset + jnp.arange(queries)[:, None] >= jnp.arange(keys)[None, :]
+    return (query_segment[..., :, None] == key_segment[..., None, :]) & causal
+
+
+def scores_of(q, k, mask, precision):
+    """[..., K, G, B, W] float32, scaled and masked."""
+    scores = _product(_rows(q), k, (1, 1), precision).reshape(*q.shape[:-1], k.shape[-2])
+    return jnp.where(mask[..., None, None, :, :], scores * (1 / math.sqrt(q.shape[-1])), MASKED)
+
+
+def by_values(weights, v, precision):
+    """weights [..., K, G, B, W] float32, v [..., K, W, h] -> [..., K, G B, h] float32"""
+    return _product(_rows(weights.astype(v.dtype)), v, (1, 0), precision)
+
+
+def mean_of(out: jax.Array, g: jax.Array, axis: int) -> jax.Array:
+    """rowsum(dO * O), the mean of dO V' under P, heads first: [..., K, G, L, 1] float32."""
+    return heads_first(jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True), axis)
+
+
+def kept(out: jax.Array, log_total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both as they are, under the name by which a remat policy may keep them: then no score is computed again."""
+    return checkpoint_name(out, SAVED), checkpoint_name(log_total, SAVED)
+
+
+def heads_first(x: jax.Array, axis: int) -> jax.Array:
+    """Moves the length from `axis` to the place before the last, so that products are plain matrices in a batch."""
+    return jnp.moveaxis(x, axis, -2)
+
+
+def heads_last(x: jax.Array, axis: int) -> jax.Array:
+    return jnp.moveaxis(x, -2, axis)
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    """[..., G, B, n] -> [..., G B, n]: the query heads that share keys are rows of one product."""
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+
+def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: Any) -> jax.Array:
+    """Batched matrix product over the last two dimensions, contracted as given (0: first, 1: second), in float32."""
+    batch = tuple(range(a.ndim - 2))
+    contracting = ((a.ndim - 2 + contract[0],), (b.ndim - 2 + contract[1],))
+    return jax.lax.dot_general(
+        a, b, (contracting, (batch, batch)), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+# A row of few blocks, one after the other, each with the keys that it needs: no loop, and nothing wasted.
+# The program grows with the number of blocks.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def unrolled(q, k, v, segment_ids, block, back, precision):
+    """q [R, L, K, G, h], k and v [R, L, K, h] -> like q. Block i sees keys from block max(0, i - back) to i."""
+    return _unrolled_forward(q, k, v, segment_ids, block, back, precision)[0]
+
+
+def _spans(length: int, block: int, back: int) -> Iterator[tuple[slice, slice]]:
+    """The queries of each block, and its keys; the last block may be shorter."""
+    for start in range(0, length, block):
+        stop = min(length, start + block)
+        yield slice(start, stop), slice(max(0, start - back * block), stop)
+
+
+def _in_turn(x: jax.Array, done: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+    """Both as they are, but `x` only once the last of `done` is there.
+
+    The blocks depend on nothing of each other, and a compiler that sees it (XLA's for GPUs) begins with the scores of
+    all of them: at 16k tokens and 32 heads that is 18 GiB where one block's take 1 GiB.
+    """
+    if not done:
+        return x, done
+    x, last = jax.lax.optimization_barrier((x, done[-1]))
+    return x, [*done[:-1], last]
+
+
+def _unrolled_forward(q, k, v, segment_ids, block, back, precision):
+    qt, kt, vt = (heads_first(x, 1) for x in (q, k, v))
+    outs, logs = [], []
+    for at, to in _spans(q.shape[1], block, back):
+        mask = mask_of(segment_ids[:, at], segment_ids[:, to], at.start - to.start)
+        qt, outs = _in_turn(qt, outs)
+        out, log_total = attend_block(qt[..., at, :], kt[..., to, :], vt[..., to, :], mask, precision)
+        outs.append(out)
+        logs.append(log_total)
+    out = heads_last(jnp.concatenate(outs, axis=-2), 1)
+    out, log_total = kept(out, jnp.concatenate(logs, axis=-2))
+    return out, (q, k, v, segment_ids, out, log_total)
+
+
+def unrolled_backward(block, back, precision, saved, g):
+    q, k, v, segment_ids, out, log_total = saved
+    qt, kt, vt, gt = (heads_first(x, 1) for x in (q, k, v, g))
+    mean = mean_of(out, g, 1)
+    length = q.shape[1]
+    dqs = []
+    # Sums of the blocks' parts, one per block of keys: each part is cut where the key blocks meet.
+    dks: list[Any] = [0.0] * math.ceil(length / block)
+    dvs: list[Any] = [0.0] * math.ceil(length / block)
+    for at, to in _spans(length, block, back):
+        mask = mask_of(segment_ids[:, at], segment_ids[:, to], at.start - to.start)
+        qt, dqs = _in_turn(qt, dqs)
+        dq, dk, dv = attend_block_backward(
+            qt[..., at, :], kt[..., to, :], vt[..., to, :], mask, log_total[..., at, :], mean[..., at, :],
+            gt[..., at, :], precision,
+        )  # fmt: skip
+        dqs.append(dq)
+        for start in range(to.start, to.stop, block):
+            part = (..., slice(start - to.start, min(start + block, to.stop) - to.start))
+            dks[start // block] += dk[part]
+            dvs[start // block] += dv[part]
+    dq, dk, dv = jnp.concatenate(dqs, axis=-2), jnp.concatenate(dks, axis=-1), jnp.concatenate(dvs, axis=-1)
+    return (
+        heads_last(dq, 1).astype(q.dtype),
+        dk.transpose(0, 3, 1, 2).astype(k.dtype),
+        dv.transpose(0, 3, 1, 2).astype(v.dtype),
+        None,
+    )
+
+
+unrolled.defvjp(_unrolled_forward, unrolled_backward)
+
+
+# A row of very many blocks, all of them as one batched product: for segments of a few blocks at most.
+# Each block sees itself and `back` blocks before it.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def windowed(q, k, v, segment_ids, block, back, precision):
+    """q [R, L, K, G, h], k and v [R, L, K, h] -> like q. Block i sees keys of the blocks i - back to i."""
+    return _windowed_forward(q, k, v, segment_ids, block, back, precision)[0]
+
+
+def _cut(x: jax.Array, block: int) -> jax.Array:
+    """[R, L, ...] -> [R, blocks, B, ...]; padding stands at the end."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)) + ((0, 0),) * (x.ndim - 2))
+    return x.reshape(x.shape[0], -1, block, *x.shape[2:])
+
+
+def _windows(x: jax.Array, back: int, axis: int, fill: int = 0) -> jax.Array:
+    """[R, blocks, ...] -> with W = (back + 1) B along `axis`: each block with those before it."""
+    before = jnp.pad(x, ((0, 0), (back, 0)) + ((0, 0),) * (x.ndim - 2), constant_values=fill)
+    return jnp.concatenate([before[:, i : i + x.shape[1]] for i in range(back + 1)], axis=axis)
+
+
+def _window_operands(q, k, v, segment_ids, block, back):
+    segments = _cut(segment_ids, block)
+    mask = mask_of(segments, _windows(segments, back, 2, -1), back * block)
+    keys, values = (_windows(heads_first(_cut(x, block), 2), back, 3) for x in (k, v))  # [R, blocks, K, W, h]
+    return heads_first(_cut(q, block), 2), keys, values, mask
+
+
+def _windowed_forward(q, k, v, segment_ids, block, back, precision):
+    out, log_total = attend_block(*_window_operands(q, k, v, segment_ids, block, back), precision)
+    out = heads_last(out, 2).reshape(q.shape[0], -1, *q.shape[2:])[:, : q.shape[1]]
+    out, log_total = kept(out, log_total)
+    return out, (q, k, v, segment_ids, out, log_total)
+
+
+def _windowed_backward(block, back, precision, saved, g):
+    q, k, v, segment_ids, out, log_total = saved
+    rows, length = segment_ids.shape
+    operands = _window_operands(q, k, v, segment_ids, block, back)
+    gt, mean = heads_first(_cut(g, block), 2), mean_of(_cut(out, block), _cut(g, block), 2)
+    dq, dk, dv = attend_block_backward(*operands, log_total, mean, gt, precision)
+    dq = heads_last(dq, 2).reshape(rows, -1, *q.shape[2:])[:, :length]
+
+    def back_to_row(x: jax.Array) -> jax.Array:
+        """[R, blocks, K, h, W] -> [R, L, K, h]: each block gets back what the windows that hold it found."""
+        x = x.reshape(*x.shape[:-1], back + 1, block)
+        padded = ((0, 0), (0, back), (0, 0), (0, 0), (0, 0))
+        total = sum(jnp.pad(x[..., i, :], padded)[:, back - i : back - i + x.shape[1]] for i in range(back + 1))
+        return total.transpose(0, 1, 4, 2, 3).reshape(rows, -1, *k.shape[2:])[:, :length]
+
+    return dq.astype(q.dtype), back_to_row(dk).astype(k.dtype), back_to_row(dv).astype(v.dtype), None
+
+
+windowed.defvjp(_windowed_forward, _windowed_backward)
+
+
+# A row of many blocks, as a loop in a loop: a program of one size, whatever the row's length.
+#
+# Each block of queries goes over the spans of keys from the start of its first query's segment to itself, with a
+# running maximum and sum (flash attention, arXiv 2205.14135). Where it starts is read from the segment ids: a packed
+# row costs what its segments cost, and nothing of the size of the row by the row exists. The queries may be a part of
+# the row: query i stands at key offset + i.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def looped(q, k, v, query_segments, key_segments, offset, block, span, precision):
+    """q [R, L, K, G, h], k and v [R, S, K, h], segments [R, L] and [R, S], offset int32 [] -> like q."""
+    return _looped_forward(q, k, v, query_segments, key_segments, offset, block, span, precision)[0]
+
+
+def _pad(x: jax.Array, axis: int, to: int, fill: int = 0) -> jax.Array:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % to)
+    return jnp.pad(x, widths, constant_values=fill)
+
+
+def _part(x: jax.Array, number: Any, size: int, axis: int = -2) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, number * size, size, axis)
+
+
+def _first_keys(key_segments: jax.Array) -> jax.Array:
+    """[R, S] -> [S] int32: where the segment of each key starts; of all rows the first."""
+    here = jnp.arange(key_segments.shape[1], dtype=jnp.int32)
+    changes = jnp.pad(key_segments[:, 1:] != key_segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return jnp.min(jax.lax.cummax(jnp.where(changes, here, 0), axis=1), axis=0)
+
+
+class _Row:
+    """Both passes' view of a row: padded to whole blocks and spans, heads first."""
+
+    def __init__(self, q, k, v, query_segments, key_segments, offset, block, span):
+        self.block, self.span, self.offset = block, span, offset
+        self.length, keys = q.shape[1], k.shape[1]
+        self.first = _first_keys(key_segments)
+        self.q = _pad(heads_first(q, 1), -2, block)
+        self.k, self.v = (_pad(heads_first(x, 1), -2, span) for x in (k, v))
+        # Of no segment, and not of each other's.
+        self.query_segments = _pad(query_segments, 1, block, -1)
+        self.key_segments = _pad(key_segments, 1, span, -2)
+        self.blocks = self.q.shape[-2] // block
+        self.spans = -(-keys // span)
+
+    def range_of(self, i: Any) -> tuple[jax.Array, jax.Array]:
+        """The spans of keys, from and up to, that the queries of block i can see."""
+        start = self.offset + i * self.block
+        return self.first[start] // self.span, jnp.minimum(-(-(start + self.block) // self.span), self.spans)
+
+    def mask(self, i: Any, j: Any) -> jax.Array:
+        queries = _part(self.query_segments, i, self.block, 1)
+        keys = _part(self.key_segments, j, self.span, 1)
+        return mask_of(queries, keys, self.offset + i * self.block - j * self.span)
+
+    def whole(self, parts: jax.Array) -> jax.Array:
+        """[blocks, R, K, G, B, n] -> [R, K, G, L, n]"""
+        joined = jnp.moveaxis(parts, 0, 3)
+        return joined.reshape(*joined.shape[:3], -1, joined.shape[-1])[..., : self.length, :]
+
+
+def _looped_forward(q, k, v, query_segments, key_segments, offset, block, span, precision):
+    row = _Row(q, k, v, query_segments, key_segments, offset, block, span)
+
+    def of_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        queries = _part(row.q, i, block)
+
+        def add(j: jax.Array, carry: Any) -> Any:
+            top, total, out = carry
+            scores = scores_of(queries, _part(row.k, j, span), row.mask(i, j), precision)
+            # A query that has seen nothing of its own yet sums up weights of masked keys; the first real score, at the
+            # latest its own, takes them away: exp(MASKED - score) is 0.
+            new = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
+            weights, kept = jnp.exp(scores - new), jnp.exp(top - new)
+            total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)
+            out = out * kept + by_values(weights, _part(row.v, j, span), precision).reshape(out.shape)
+            return new, total, out
+
+        nothing = jnp.zeros((*queries.shape[:-1], 1), jnp.float32)
+        start = (nothing + MASKED, nothing, jnp.zeros(queries.shape, jnp.float32))
+        top, total, out = jax.lax.fori_loop(*row.range_of(i), add, start)
+        return (out / total).astype(q.dtype), top + jnp.log(total)
+
+    out, log_total = jax.lax.map(of_block, jnp.arange(row.blocks))
+    out, log_total = kept(heads_last(row.whole(out), 1), row.whole(log_total))
+    return out, (q, k, v, query_segments, key_segments, offset, out, log_total)
+
+
+def looped_backward(block, span, precision, saved, g):
+    q, k, v, query_segments, key_segments, offset, out, log_total = saved
+    row = _Row(q, k, v, query_segments, key_segments, offset, block, span)
+    gt, log_total = _pad(heads_first(g, 1), -2, block), _pad(log_total, -2, block)
+    mean = _pad(mean_of(out, g, 1), -2, block)
+
+    def of_block(sums: Any, i: jax.Array) -> tuple[Any, jax.Array]:
+        own = [_part(x, i, block) for x in (row.q, log_total, mean, gt)]
+
+        def add(j: jax.Array, carry: Any) -> Any:
+            queries, log_sum, average, cotangent = own
+            parts = attend_block_backward(
+                queries, _part(row.k, j, span), _part(row.v, j, span), row.mask(i, j), log_sum, average, cotangent,
+                precision,
+            )  # fmt: skip
+            dq, *sums = carry
+            return dq + parts[0], *(
+                jax.lax.dynamic_update_slice_in_dim(x, _part(x, j, span, -1) + part, j * span, -1)
+                for x, part in zip(sums, parts[1:], strict=True)
+            )
+
+        dq, *sums = jax.lax.fori_loop(*row.range_of(i), add, (jnp.zeros(own[0].shape, jnp.float32), *sums))
+        return tuple(sums), dq.astype(q.dtype)
+
+    empty = jnp.zeros((*row.k.shape[:-2], row.k.shape[-1], row.k.shape[-2]), jnp.float32)  # [R, K, h, S]
+    (dk, dv), dq = jax.lax.scan(of_block, (empty, empty), jnp.arange(row.blocks))
+    keys = k.shape[1]
+    return (
+        heads_last(row.whole(dq), 1),
+        dk[..., :keys].transpose(0, 3, 1, 2).astype(k.dtype),
+        dv[..., :keys].transpose(0, 3, 1, 2).astype(v.dtype),
+        None,
+        None,
+        None,
+    )
+
+
+looped.defvjp(_looped_forward, looped_backward)

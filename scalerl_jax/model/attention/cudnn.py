@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from scalerl_jax.model.attention.backend import Backend
-from scalerl_jax.model.attention.block_products import mask_of
+from scalerl_jax.model.attention.blocks import mask_of
 
 FLASH_VERSIONS = ((0, 10, 0), (0, 13, 0))  # of jax, from and below
 _MOST_SUMS = 2**20  # segments times length of a row: the softmax's sums take 134 MB for 32 heads

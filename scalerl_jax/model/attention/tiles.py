@@ -7,7 +7,7 @@ slot, of which one row counts. So both multiply the same shapes, and each query 
 order. A tile that a query sees nothing of changes nothing, not a bit: the maximum stays, the factor is exp(0) = 1, and
 the summands are 0.
 
-Segments start at multiples of TILE. The backward pass is that of the other ways (block_products.py).
+Segments start at multiples of TILE. The backward pass is that of the other ways (blocks.py).
 
 Legend: R rows, L length, K key/value heads, G query heads that share one, h head size, W = ROWS, Q = QUERIES, T = TILE.
 """
@@ -21,10 +21,16 @@ import jax
 import jax.numpy as jnp
 
 from scalerl_jax.model.attention.backend import Backend
-from scalerl_jax.model.attention.block_products import MASKED, heads_last, kept
-from scalerl_jax.model.attention.blocks import BLOCK, LOOP_SPAN, MOST_UNROLLED
-from scalerl_jax.model.attention.blocks_looped import looped_backward
-from scalerl_jax.model.attention.blocks_unrolled import unrolled_backward
+from scalerl_jax.model.attention.blocks import (
+    BLOCK,
+    LOOP_SPAN,
+    MASKED,
+    MOST_UNROLLED,
+    heads_last,
+    kept,
+    looped_backward,
+    unrolled_backward,
+)
 from scalerl_jax.model.precision import rounded
 from scalerl_jax.model.row_blocks import QUERIES, ROWS, TILE, barrier, in_a_loop
 
