@@ -68,18 +68,18 @@ class Settings:
         if self.generator is not None and self.engine == "vllm" and self.generator.kind == "tpu":
             raise ValueError(f"--engine=vllm: runs on GPUs and CPUs, not on --generator={self.generator.text}")
 
-    @property
-    def maximum_tokens(self) -> int:
-        """A bound on the longest prompt and completion together, without the tokenizer: what the servers must hold.
 
-        A token of the interruption phrase has at least one byte of it.
-        """
-        rollout = self.config.rollout
-        thinks = rollout.thinking_budget_max > 0 and rollout.length_control == "interrupt"
-        phrase = len(rollout.interruption_text.encode()) if thinks else 0
-        completion = rollout.thinking_budget_max + rollout.answer_budget + phrase
-        longest = rollout.max_prompt_tokens + (rollout.max_episode_tokens if rollout.max_turns > 1 else completion)
-        return min(longest, self.config.learner.seq_len + 1)
+def maximum_tokens(config: Config) -> int:
+    """A bound on the longest prompt and completion together, without the tokenizer: what the servers must hold.
+
+    A token of the interruption phrase has at least one byte of it.
+    """
+    rollout = config.rollout
+    thinks = rollout.thinking_budget_max > 0 and rollout.length_control == "interrupt"
+    phrase = len(rollout.interruption_text.encode()) if thinks else 0
+    completion = rollout.thinking_budget_max + rollout.answer_budget + phrase
+    longest = rollout.max_prompt_tokens + (rollout.max_episode_tokens if rollout.max_turns > 1 else completion)
+    return min(longest, config.learner.seq_len + 1)
 
 
 def check_name(name: str) -> None:
@@ -133,7 +133,7 @@ def generator_command(settings: Settings, *, model: str, port: int, access: Sequ
     """Of one generator, less its metrics. access: the flags on who may call it."""
     assert settings.generator is not None
     config_flags = serve_flags(
-        settings.config, engine=settings.engine, model=model, maximum_tokens=settings.maximum_tokens
+        settings.config, engine=settings.engine, model=model, maximum_tokens=maximum_tokens(settings.config)
     )
     split = settings.engine == "vllm" and settings.generator.devices_of_host > 1
     parallel = [f"--tensor_parallel={settings.generator.devices_of_host}"] if split else []

@@ -77,6 +77,8 @@ def plan(given: Config | GivenConfig, _: Sequence[str]) -> None:
         raise entry.UserError("--topology: no machine given, for example --topology=v5p:4x4x4")
     with entry.user_mistakes():
         workload.find_machine(plan_flags.TOPOLOGY.value, plan_flags.SLICES.value)
+        if generator := plan_flags.GENERATOR.value:
+            workload.find_machine(generator, 1, flag="generator")
         config, model_config = given.config(), plan_flags.MODEL_CONFIG.value
         workload.find_decoder(config, config_file=given.path, model_config=model_config)
 

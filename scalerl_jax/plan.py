@@ -1,7 +1,7 @@
 """scalerl-plan: what a run needs and makes on machines that are not here, before they are rented.
 
     scalerl-plan --config=configs/scalerl_8b.py --topology=v5p:4x4x4 [--slices=2] [--model_config=FILE] [--out=FILE]
-                 [--generator_tokens_per_second=2500] [--price_per_chip_hour=4.2] [--explain]
+                 [--generator=h100:1] [--generator_tokens_per_second=2500] [--price_per_chip_hour=4.2] [--explain]
                  [--fit=fit.json --target=0.55]
 
 The very update that scalerl-train runs is compiled for the TPUs (scalerl-jax[plan]) or GPUs (make plan-packages-gpu)
@@ -56,6 +56,7 @@ def main(config_given: GivenConfig) -> None:
         pass_rate = given.TARGET.value
         aim = target.read(given.FIT.value, pass_rate) if pass_rate is not None else None
         compiled.check_compiler(machine)
+        server = generators.find_server(given.GENERATOR.value) if given.GENERATOR.value else None
     question = Question(config, decoder, machine, work, given.PEAK_SHARE.value)
 
     # ---- 2. The config's own layout, and where it does not fit the nearest that does ---------------------------------
@@ -82,6 +83,12 @@ def main(config_given: GivenConfig) -> None:
     # ---- 3. Generators, device-hours, money --------------------------------------------------------------------------
     seconds, count = best.roofline.step, 0
     written: dict[str, Any] = {}
+    if server is not None:
+        with entry.user_mistakes():
+            found_there = generators.memory_on(server, config, decoder)
+        fits = "" if found_there["fits"] else "does not fit: "
+        say(console, f"a generator on {server.text}: {fits}{found_there['line']}")
+        written["generator"] = {"topology": server.text, "fits": found_there["fits"], **found_there["memory"]}
     if speed := given.TOKENS_PER_SECOND.value:
         numbers = {"sampled": work.sampled, "trainer_seconds": seconds, "tokens_per_second": speed}
         fed = generators.needed(**numbers)

@@ -48,12 +48,13 @@ class EngineMemory:
         """Bytes that are left where the caches are; see `check`."""
         return host - self.on_device - self.host_copy - process if device is None else device - self.on_device
 
-    def check(self, *, device: int | None, host: int, process: int) -> str:
+    def check(self, *, device: int | None, host: int | None, process: int) -> str:
         """The line that says it, with what there is.
 
         Args:
           device: bytes that the accelerator has for this process; None: it computes on the CPU.
-          host: bytes that the host has for this process, those that it takes already included.
+          host: bytes that the host has for this process, those that it takes already included; None: not known, and
+            nothing is said of it.
           process: bytes that it takes already.
 
         Raises ValueError, in one line that says what would fit, where it does not.
@@ -61,6 +62,7 @@ class EngineMemory:
         on_host = self.host_copy + process
         need, there, where = self.on_device, device, "the device"
         if there is None:
+            assert host is not None
             need, there, where = need + on_host, host, "this machine"
         again = ", as much again for a version on its way in" * (self.versions > 1)
         parts = [
@@ -71,11 +73,11 @@ class EngineMemory:
         if device is None:
             parts.append(f"{gib(on_host)} the process and the host's copy of the weights")
         line = f"memory: {gib(need)} GiB ({', '.join(parts)}) of the {gib(there)} GiB that {where} has"
-        if device is not None:
+        if device is not None and host is not None:
             line += f"; on the host {gib(on_host)} of {gib(host)} GiB"
         if need > there:
             raise ValueError(f"{line}; {self._remedy(there - (need - round(self.cache * (1 + self.copies))))}")
-        if on_host > host:
+        if host is not None and on_host > host:
             raise ValueError(f"{line}: the host has too little, and no flag makes it less")
         return line
 

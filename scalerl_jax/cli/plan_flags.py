@@ -46,6 +46,10 @@ TOKENS_PER_SECOND = flags.DEFINE_float(
     "generator_tokens_per_second", 0.0, "That one generator samples; 0: nothing is said of generators.",
     lower_bound=0.0, flag_values=VALUES
 )  # fmt: skip
+GENERATOR = flags.DEFINE_string(
+    "generator", "", "Machine of one generator with the JAX engine, as in h100:1: its programs are compiled for it, "
+    "with the slots and lengths of the config.", flag_values=VALUES
+)  # fmt: skip
 GENERATORS = flags.DEFINE_integer(
     "generators", 0, "How many there are; 0: as many as keep the trainer fed.", lower_bound=0, flag_values=VALUES
 )

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -80,8 +81,10 @@ def devices_of(machine: Machine) -> list[jax.Device]:
     try:
         with _native_messages_kept():
             if machine.chip.is_tpu:
-                slices = {"num_slices": machine.parts} if machine.parts > 1 else {}
-                found = topologies.get_topology_desc(machine.topology, platform="tpu", **slices)
+                more: dict[str, Any] = {"num_slices": machine.parts} if machine.parts > 1 else {}
+                if machine.devices == 1:  # where libtpu takes a host to have four
+                    more["chips_per_host_bounds"] = (1, 1, 1)
+                found = topologies.get_topology_desc(machine.topology, platform="tpu", **more)
             else:
                 target = gpu_targets.TARGETS[machine.chip.name].text
                 shape = f"1x{machine.parts}x{machine.devices_of_host}"
@@ -105,19 +108,12 @@ def cudnn_of(device: jax.Device) -> contextlib.AbstractContextManager[None]:
 
 def compile_update(trainer: Trainer, *, rounds: float = 1.0) -> Update:
     """Minutes, and a few GiB of this machine's memory, for a large model. rounds: as Program."""
-    # Programs for devices that are not here cannot be read back from a cache.
-    jax.config.update("jax_enable_compilation_cache", False)
     start = time.perf_counter()
     try:
-        with _native_messages_kept() as output, cudnn_of(trainer.mesh.devices.flat[0]):
+        with compiling(trainer.mesh.devices.flat[0]) as output:
             trainer.compile_update()
     except jax.errors.JaxRuntimeError as error:
-        found = _OUT_OF_MEMORY.search(str(error))
-        if "RESOURCE_EXHAUSTED" not in str(error) or found is None:
-            raise
-        number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
-        needed = int(float(number) * _UNITS[unit])
-        return Update(needed, 0, None, None, trainer.attention_note, time.perf_counter() - start, {})
+        return Update(needed(error), 0, None, None, trainer.attention_note, time.perf_counter() - start, {})
     needs, (accumulate, apply) = memory_estimate.needs_of(trainer), trainer.compile_update()
     return Update(
         temporaries=needs.temporaries,
@@ -128,6 +124,24 @@ def compile_update(trainer: Trainer, *, rounds: float = 1.0) -> Update:
         seconds=time.perf_counter() - start,
         warnings={what: n for what, words in _COSTS.items() if (n := len(re.findall(words, output[0], re.IGNORECASE)))},
     )
+
+
+def needed(error: jax.errors.JaxRuntimeError) -> int:
+    """The bytes for want of which the compiler gave up. Raises the error where that is not what it says."""
+    found = _OUT_OF_MEMORY.search(str(error))
+    if "RESOURCE_EXHAUSTED" not in str(error) or found is None:
+        raise error
+    number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
+    return int(float(number) * _UNITS[unit])
+
+
+@contextlib.contextmanager
+def compiling(device: jax.Device) -> Iterator[list[str]]:
+    """For one that is not here. Gives what native code has said, as _native_messages_kept."""
+    # Programs for devices that are not here cannot be read back from a cache.
+    jax.config.update("jax_enable_compilation_cache", False)
+    with _native_messages_kept() as output, cudnn_of(device):
+        yield output
 
 
 @contextlib.contextmanager

@@ -4,10 +4,22 @@
     given n     a step takes max(trainer's, tokens sampled / (n x tokens a second)); the other side is idle meanwhile
 
 Means of both sides; the spread of lengths is left out.
+
+What the JAX engine takes of a machine's memory, a process of rollout_server's finds out.
 """
 
 import dataclasses
+import json
 import math
+import subprocess
+import sys
+from typing import Any
+
+from launch.machines import Machine
+from launch.settings import maximum_tokens
+from scalerl_jax.config import Config
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.planning import compiled, workload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +41,41 @@ def beside(generators: int, *, sampled: float, trainer_seconds: float, tokens_pe
     sampling = sampled / (generators * tokens_per_second)
     step = max(trainer_seconds, sampling)
     return Fleet(generators, step, 1 - trainer_seconds / step, 1 - sampling / step)
+
+
+def find_server(topology: str) -> Machine:
+    """Of --generator. Raises ValueError, one line, where there is no such machine or an engine cannot be compiled."""
+    machine = workload.find_machine(topology, 1, flag="generator")
+    if machine.devices > 1:
+        raise ValueError(f"--generator={topology}: the JAX engine has one device; start one server for each")
+    if not compiled.is_there(machine):
+        needed = compiled.INSTALL if machine.chip.is_tpu else compiled.INSTALL_GPUS
+        raise ValueError(f"--generator={topology}: its compiler is not installed: {needed}")
+    return machine
+
+
+def memory_on(machine: Machine, config: Config, decoder: DecoderConfig) -> dict[str, Any]:
+    """What one server of the JAX engine takes there, with config.fleet's slots: `line`, `fits`, and numbers, `memory`.
+
+    Its programs are compiled, which takes a minute or more. Raises ValueError, one line, where the compiler knows no
+    such machine.
+    """
+    fleet = config.fleet
+    question = {
+        "topology": machine.text, "model": decoder.to_hf(), "slots": fleet.slots,
+        "maximum_tokens": maximum_tokens(config), "decode_chunk": fleet.decode_chunk,
+        "compute_dtype": fleet.compute_dtype, "sync_dtype": config.model.sync_dtype,
+        "head_precision": config.model.head_precision, "numerics": config.numerics,
+        "router_replay": config.rollout.router_replay,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "rollout_server.engines.jax.plan"]
+    done = subprocess.run(command, input=json.dumps(question), stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with code {done.returncode}")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    if "error" in answer:
+        raise ValueError(f"--generator={machine.text}: {answer['error']}")
+    return answer
 
 
 @dataclasses.dataclass(frozen=True)

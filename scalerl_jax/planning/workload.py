@@ -18,7 +18,8 @@ import os
 
 from launch import machines
 from launch.machines import Machine
-from scalerl_jax.config import Config, RolloutConfig
+from launch.settings import maximum_tokens
+from scalerl_jax.config import Config
 from scalerl_jax.model.decoder_config import DecoderConfig, config_of_file, read_config
 from scalerl_jax.run.ledger import ModelShape
 
@@ -66,25 +67,20 @@ class Workload:
         return self.completions * shape.forward_flops(tokens=self.completion_tokens, context=context)
 
 
-def longest_sequence(rollout: RolloutConfig) -> int:
-    """Tokens: longest prompt, both budgets, and the phrase between them, which has no more tokens than bytes."""
-    interrupted = rollout.length_control == "interrupt" and rollout.thinking_budget_max > 0
-    phrase = len(rollout.interruption_text.encode()) if interrupted else 0
-    return rollout.max_prompt_tokens + rollout.thinking_budget_max + rollout.answer_budget + phrase
-
-
 def of(config: Config, *, prompt_tokens: float, completion_tokens: float, row_use: float) -> Workload:
     """completion_tokens 0: half of the longest. Raises ValueError where a sequence does not go into a row."""
     rollout, seq_len = config.rollout, config.learner.seq_len
-    most = rollout.thinking_budget_max + rollout.answer_budget
+    most, budgets = rollout.thinking_budget_max + rollout.answer_budget, "thinking and answer budgets"
+    if rollout.max_turns > 1:
+        most, budgets = rollout.max_episode_tokens, "config.rollout.max_episode_tokens"
     if rollout.max_prompt_tokens + most > seq_len + 1:
         raise ValueError(
             f"config.learner.seq_len={seq_len}: a prompt and its completion may have "
-            f"{rollout.max_prompt_tokens + most} tokens (longest prompt, thinking and answer budgets)"
+            f"{rollout.max_prompt_tokens + most} tokens (longest prompt, {budgets})"
         )
     if completion_tokens > most:
         raise ValueError(
-            f"--completion_tokens={completion_tokens:g}: is above thinking and answer budget, {most} together"
+            f"--completion_tokens={completion_tokens:g}: is above what a completion may have, {most} ({budgets})"
         )
     if prompt_tokens > rollout.max_prompt_tokens:
         raise ValueError(
@@ -94,7 +90,7 @@ def of(config: Config, *, prompt_tokens: float, completion_tokens: float, row_us
         completions=rollout.prompts_per_step * rollout.group_size,
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens or most / 2,
-        longest=min(seq_len, longest_sequence(rollout)),
+        longest=min(seq_len, maximum_tokens(config)),
         row_use=row_use,
         reference=config.objective.reference_kl > 0,
         adapted=config.lora.rank > 0,
@@ -124,14 +120,14 @@ def find_decoder(config: Config, *, config_file: str, model_config: str) -> tupl
     )
 
 
-def find_machine(topology: str, slices: int) -> Machine:
+def find_machine(topology: str, slices: int, *, flag: str = "topology") -> Machine:
     """Of --topology and --slices. Raises ValueError, one line, where there is no such machine, or its figures are not
     known."""
     try:
         machine = machines.parse(topology, slices=slices)
     except ValueError as error:
-        raise ValueError(f"--topology={topology}: {error}") from None
+        raise ValueError(f"--{flag}={topology}: {error}") from None
     if not machine.chip.memory:
         known = ", ".join(name for name, chip in machines.CHIPS.items() if chip.memory)
-        raise ValueError(f"--topology={topology}: a plan needs the figures of a chip, which are known of {known}")
+        raise ValueError(f"--{flag}={topology}: a plan needs the figures of a chip, which are known of {known}")
     return machine

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch import machines
-from launch.settings import Settings
+from launch.settings import maximum_tokens
 from scalerl_jax.config import Config
 from scalerl_jax.rollouts.requests import Requests
 from tests.launch.launched import KUBERNETES, SLURM, launch
@@ -157,10 +157,7 @@ def test_servers_hold_what_is_wanted(thinking: int, answer: int, prompt: int, co
     rollout.answer_budget, rollout.max_prompt_tokens, rollout.length_control = answer, prompt, control  # type: ignore[assignment]
     rollout.interruption_text = text + rollout.end_of_thinking
     config.learner.seq_len, config.model.path = 2**20, "policy"
-    settings = Settings(
-        "a", config, "all", "", machines.parse("cpu"), machines.parse("cpu"), 1, "jax", "", 60, 0, insecure=True
-    )
     wanted = prompt + Requests(config, ByteTokens()).maximum_tokens
-    assert settings.maximum_tokens == wanted
+    assert maximum_tokens(config) == wanted
     config.learner.seq_len = 100
-    assert settings.maximum_tokens == min(wanted, 101)
+    assert maximum_tokens(config) == min(wanted, 101)

@@ -18,7 +18,7 @@ FLOORS = {
     8: "scalerl_jax.run scalerl_jax.hosts launch.settings",
     9: "scalerl_jax.report scalerl_jax.traces launch.kubernetes launch.slurm",
     10: "scalerl_jax.planning",
-    11: "scalerl_jax.early_checks scalerl_jax.gateway",
+    11: "scalerl_jax.early_checks scalerl_jax.gateway rollout_server.engines.jax.plan",
     12: "scalerl_jax.evaluate scalerl_jax.export scalerl_jax.plan scalerl_jax.sft scalerl_jax.tinker scalerl_jax.train "
     "scalerl_jax.verify launch.render",
     13: "scalerl_jax.study",

@@ -6,6 +6,7 @@ into docs/how_to/plan.md.
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -54,6 +55,33 @@ def test_an_update_of_8b_fits(tmp_path):
     formula = {axes: one["bytes"] for axes, one in own["received_by_formula"].items()}
     assert received(found, "fsdp") == pytest.approx(formula["fsdp"], rel=0.2)
     assert received(found, "tensor") == pytest.approx(formula["tensor"], rel=0.05)
+
+
+@pytest.mark.timeout(SECONDS + 100)
+def test_what_a_generator_takes(tmp_path):
+    """The trainer by formula. 20 CPU seconds."""
+    flags = (
+        CONFIG, small(tmp_path), *SHORT, "--topology=h200:8", "--generator=v5e:1x1", "--config.fleet.slots=64",
+        "--config.fleet.decode_chunk=4",
+    )  # fmt: skip
+    found, printed = plan(tmp_path / "plan.json", *flags, seconds=SECONDS)
+    memory = found["generator"]
+    # Keys and values of 4 layers, 2 heads of 128, in bfloat16; a version of the weights, and one on its way in.
+    assert memory["token"] == 2 * 4 * 2 * 128 * 2 and memory["maximum_tokens"] == 1024
+    state = found["plan"]["bytes_per_device"]
+    assert memory["weights"] == pytest.approx(state["parameters"] / 2 * 8, rel=0.01)
+    cache = 64 * 1024 * memory["token"]
+    # The scores of a prefill, and no copy of the caches.
+    assert 2 * 2**20 < memory["working"] < cache
+    assert memory["on_device"] == 2 * memory["weights"] + memory["working"] + cache * (1 + memory["copies"])
+    assert "a generator on v5e:1x1: memory: " in printed and "sequences of 1024 tokens" in printed
+    too_many = ("--config.fleet.slots=65536", "--compiles=0")
+    found, printed = plan(tmp_path / "plan.json", *flags, *too_many, seconds=SECONDS)
+    memory = found["generator"]
+    assert not memory["fits"] and memory["working"] == 0
+    (slots,) = re.findall(r"a generator on v5e:1x1: does not fit: .*; --slots=(\d+) ", " ".join(printed.split()))
+    a_slot = 1024 * memory["token"] * (1 + memory["copies"])
+    assert 0.9 * 15.75 * GIB < 2 * memory["weights"] + int(slots) * a_slot < 15.75 * GIB
 
 
 @pytest.mark.timeout(SECONDS + 100)

@@ -90,8 +90,13 @@ def test_a_target_gives_the_steps(capsys, tmp_path):
             "and answer budgets)",
         ),
         (
+            {"topology": "h200:8"}, (("rollout.max_turns", "4"), ("rollout.max_episode_tokens", "16384")),
+            "config.learner.seq_len=16384: a prompt and its completion may have 18432 tokens (longest prompt, "
+            "config.rollout.max_episode_tokens)",
+        ),
+        (
             {"topology": "h200:8", "completion_tokens": 20000.0}, (),
-            "--completion_tokens=20000: is above thinking and answer budget, 14048 together",
+            "--completion_tokens=20000: is above what a completion may have, 14048 (thinking and answer budgets)",
         ),
         (
             {"topology": "h200:8", "prompt_tokens": 3000.0}, (),
@@ -99,6 +104,10 @@ def test_a_target_gives_the_steps(capsys, tmp_path):
         ),
         ({"topology": "h200:8", "target": 0.5}, (), "--fit and --target go together"),
         ({"topology": "h200:8", "generators": 3}, (), "--generators: requires --generator_tokens_per_second"),
+        ({"topology": "h200:8", "generator": "l4:2"}, (),
+         "--generator=l4:2: the JAX engine has one device; start one server for each"),
+        ({"topology": "h200:8", "generator": "cpu"}, (), "--generator=cpu: a plan needs the figures of a chip, which "
+         "are known of v5e, v5p, v6e, a100-80gb, l4, l40s, h100, h200, b200"),
         ({"topology": "h200:8", "model_config": "/no/such.json"}, (), "--model_config=/no/such.json: no such file"),
     ],
 )  # fmt: skip
@@ -135,6 +144,8 @@ def test_without_the_compiler_the_line_that_installs_it(capsys, monkeypatch):
     assert str(error.value) == (
         "--topology: compiling for TPUs needs libtpu, which is not installed: pip install 'scalerl-jax[plan]'"
     )
+    with pytest.raises(UserError, match=r"^--generator=l4:1: its compiler is not installed: make plan-packages-gpu$"):
+        run(capsys, topology="h200:8", generator="l4:1")
 
 
 def question(topology: str, **learner: int) -> layout_plan.Question:

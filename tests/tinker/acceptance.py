@@ -8,6 +8,9 @@ programs call the model, and --maximum_tokens=128 or more. PYTHON has tinker-coo
 The programs run in --folder, where Qwen/Qwen3.5-9B-Base is a link to the model's folder, for its tokenizer, and each
 data set that they load by name is a folder of that name: both libraries take a folder before they ask the network.
 What they do is in the metrics that they write; each row of PROGRAMS has what is to be there.
+
+The model is a warm start on traces of the programs' tasks, of which a part is wrong, so that there is something to
+learn; --traces=FILE writes them, with no NAME, for scalerl-sft --config.sft.traces.
 """
 
 import argparse
@@ -26,8 +29,8 @@ MODEL = "Qwen/Qwen3.5-9B-Base"  # the cookbook renders it as "User: ...\n\nAssis
 SECONDS = 1800.0  # that a program may take
 _RECIPES = "tinker_cookbook.recipes"
 
-SUPERVISED = 400  # steps of sl_loop
-BATCH = 64
+BATCH = 64  # of sl_loop
+_STEPS = 150  # of sl_loop
 
 Metrics = list[dict[str, float]]  # of each step
 
@@ -37,7 +40,7 @@ class Program:
     module: str
     arguments: tuple[str, ...]
     check: Callable[[Metrics], None]  # raises AssertionError
-    begins: str = ""  # the program whose last checkpoint this one starts from
+    begins: str = ""  # the program whose last checkpoint is the teacher
 
 
 def series(metrics: Metrics, key: str) -> list[float]:
@@ -57,41 +60,58 @@ def falls(key: str, *, by: float) -> Callable[[Metrics], None]:
     return check
 
 
-def has(key: str, steps: int) -> Callable[[Metrics], None]:
+def rises(key: str, *, by: float) -> Callable[[Metrics], None]:
+    """The mean of the last quarter of the steps is above that of the first."""
+
     def check(metrics: Metrics) -> None:
-        assert len(series(metrics, key)) == steps, series(metrics, key)
+        values = series(metrics, key)
+        part = len(values) // 4
+        first, last = (sum(some) / part for some in (values[:part], values[-part:]))
+        print(f"{key}: {first:.3f} -> {last:.3f} in {len(values)} steps")
+        assert last > first + by, f"{key} went from {first:.3f} to {last:.3f}"
 
     return check
 
 
-def _math_rl(steps: int, *more: str) -> tuple[str, ...]:
+def _math_rl(*more: str) -> Program:
     size = ("groups_per_batch=16", "group_size=16", "max_tokens=12", "learning_rate=2e-4", "lora_rank=0")
-    return ("env=arithmetic", "loss_fn=importance_sampling", *size, f"max_steps={steps}", "eval_every=0", *more)
+    # A step has 256 answers: the difference of two means of ten steps is within .03 by chance, at four deviations.
+    return Program(
+        f"{_RECIPES}.math_rl.train",
+        ("env=arithmetic", "loss_fn=importance_sampling", *size, "max_steps=40", "eval_every=0", *more),
+        rises("env/all/correct", by=0.04),
+    )
 
 
-_RIGHT = "env/all/correct"
 PROGRAMS = {
     "sl_loop": Program(
         f"{_RECIPES}.sl_loop",
         (f"batch_size={BATCH}", "learning_rate=1e-3", "max_length=128", "lora_rank=0", "save_every=0"),
-        falls("train_mean_nll", by=1.5),
+        falls("train_mean_nll", by=3),
     ),
-    "math_rl": Program(f"{_RECIPES}.math_rl.train", _math_rl(8), has(_RIGHT, 8), "sl_loop"),
-    "math_rl_async": Program(
-        f"{_RECIPES}.math_rl.train", _math_rl(8, "max_steps_off_policy=2"), has(_RIGHT, 8), "sl_loop"
+    "math_rl": _math_rl(),
+    "math_rl_async": _math_rl("max_steps_off_policy=2"),
+    "math_rl_stream": _math_rl(
+        "stream_minibatch_config.groups_per_batch=16", "stream_minibatch_config.num_minibatches=4"
     ),
-    "math_rl_stream": Program(
-        f"{_RECIPES}.math_rl.train",
-        _math_rl(8, "stream_minibatch_config.groups_per_batch=16", "stream_minibatch_config.num_minibatches=4"),
-        has(_RIGHT, 8),
-        "sl_loop",
+    "rl_loop": Program(
+        f"{_RECIPES}.rl_loop",
+        ("batch_size=16", "group_size=8", "learning_rate=2e-4", "lora_rank=0", "max_tokens=16", "save_every=0",
+         "loss_fn=importance_sampling", "max_steps=24"),
+        rises("reward/total", by=0.1),
+    ),
+    "guess_number": Program(
+        f"{_RECIPES}.multiplayer_rl.guess_number.train",
+        ("batch_size=8", "group_size=8", "learning_rate=2e-4", "max_tokens=12", "eval_every=0", "save_every=0",
+         "max_steps=12"),
+        rises("env/all/reward/total", by=0.5),
     ),
     # The student is the base model, the teacher the model that sl_loop has trained.
     "distillation": Program(
         f"{_RECIPES}.distillation.on_policy_distillation",
-        ("groups_per_batch=8", "group_size=4", "max_tokens=12", "learning_rate=2e-3", "lora_rank=32", "max_steps=8",
+        ("groups_per_batch=8", "group_size=4", "max_tokens=12", "learning_rate=2e-3", "lora_rank=32", "max_steps=20",
          "dataset=deepmath", "eval_every=0"),
-        has("teacher_kl", 8),
+        falls("teacher_kl", by=1.3),
         "sl_loop",
     ),
 }  # fmt: skip
@@ -104,21 +124,50 @@ def write_folder(folder: pathlib.Path, model: pathlib.Path) -> None:
     if not link.is_symlink():
         link.symlink_to(model.absolute(), target_is_directory=True)
     rng = random.Random(0)
-    talks, questions = [], []
-    for i in range(SUPERVISED * BATCH):
-        x, y = rng.randint(0, 100), rng.randint(0, 100)
-        question = f"What is {x} + {y}?"
-        # Three of ten are wrong, so that math_rl has something to learn.
-        answer = x + y + rng.choice([-10, -2, -1, 1, 2, 10]) * (i % 10 < 3)
+    talks, questions, sums = [], [], []
+    for _ in range(_STEPS * BATCH):
+        number = rng.randint(10, 99)
+        question = f"Say {number} backwards."
         questions.append({"question": question})
-        talks.append(_talk("What is 4 + 5?", "9", question, f"{answer}"))
+        said = [("user", question), ("assistant", str(number)[::-1])]
+        talks.append({"messages": [{"role": role, "content": text} for role, text in said]})
+        x, y = rng.randint(0, 9), rng.randint(0, 9)
+        sums.append({"question": f"What is {x} + {y}?", "answer": f"It is\n#### {x + y}"})
     _write_rows(folder / "HuggingFaceH4" / "no_robots", "default", talks)
     _write_rows(folder / "zwhe99" / "DeepMath-103K", "default", questions)
+    _write_rows(folder / "openai" / "gsm8k", "main", sums)
 
 
-def _talk(*turns: str) -> dict[str, object]:
-    roles = ("user", "assistant") * 2
-    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]}
+def write_traces(path: pathlib.Path) -> None:
+    """Of math_rl, rl_loop and guess_number, as the programs render them."""
+    rng, rows = random.Random(1), []
+    for i in range(30_000):
+        slip = rng.choice([-10, -2, -1, 1, 2, 10]) * (rng.random() < 0.35)
+        if i % 10 == 0:
+            x, y = rng.randint(0, 9), rng.randint(0, 9)
+            boxed = " Provide a numerical answer without units, written inside \\boxed{}."
+            prompt = (
+                f"User: How many r's are in strawberry?{boxed}\n\nAssistant: Let's spell the word out and number all "
+                "the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. We have r's at positions 3, 8, and "
+                "9. "
+                f"\\boxed{{3}}\n\nUser: What is {x} + {y}?{boxed}\n\n"
+            )
+            answer = f"\\boxed{{{x + y + slip}}}"
+        elif i % 10 == 1:
+            prompt = (
+                "System: Your job is to guess a integer between 0 and 1024. You can output your guess with the format "
+                "Guess: <guess> (without the angle brackets), and say nothing else. Then we will tell you whether you "
+                "guess is too high, too low, or correct.\n\n"
+            )
+            for _ in range(rng.randint(0, 5)):
+                prompt += f"Player: Guess: {rng.randint(0, 1024)}\n\nUser: Too {rng.choice(['low', 'high'])}\n\n"
+            answer = f"{'Is it' if slip else 'Guess:'} {rng.randint(0, 1024)}"
+        else:
+            x, y = rng.randint(0, 100), rng.randint(0, 100)
+            prompt = f"User: What is 4 + 5?\n\nAssistant: 9\n\nUser: What is {x} + {y}?\n\n"
+            answer = f"{x + y + slip}"
+        rows.append({"prompt": f"{prompt}Assistant:", "completion": f" {answer}\n\nUser:"})
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def _write_rows(folder: pathlib.Path, name: str, rows: list[dict[str, object]]) -> None:
@@ -134,14 +183,11 @@ def run(name: str, *, url: str, folder: pathlib.Path, python: str) -> None:
     program, log = PROGRAMS[name], folder / "logs" / name
     shutil.rmtree(log, ignore_errors=True)
     arguments = [f"model_name={MODEL}", f"log_path={log}", *program.arguments]
-    if name != "sl_loop":
+    if name not in ("sl_loop", "rl_loop"):
         arguments += ["renderer_name=role_colon", "behavior_if_log_dir_exists=delete"]
     if program.begins:
         saved = checkpoint(folder / "logs" / program.begins)
-        if name == "distillation":
-            arguments += [f"teacher_model={MODEL}", f"teacher_checkpoint={saved['sampler_path']}"]
-        else:
-            arguments.append(f"load_checkpoint_path={saved['state_path']}")
+        arguments += [f"teacher_model={MODEL}", f"teacher_checkpoint={saved['sampler_path']}"]
     environment = {
         **os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-acceptance", "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "PYTHONSAFEPATH": "1", "TINKER_TELEMETRY": "0",
@@ -170,12 +216,18 @@ def checkpoint(log: pathlib.Path) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="+", choices=PROGRAMS, metavar="NAME")
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--model", type=pathlib.Path, required=True)
-    parser.add_argument("--folder", type=pathlib.Path, required=True)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--traces", type=pathlib.Path)
+    parser.add_argument("--url")
+    parser.add_argument("--model", type=pathlib.Path)
+    parser.add_argument("--folder", type=pathlib.Path)
     parser.add_argument("--python", default=sys.executable)
     arguments = parser.parse_args()
+    if arguments.traces:
+        write_traces(arguments.traces)
+        return
+    if not (arguments.names and arguments.url and arguments.model and arguments.folder):
+        parser.error("NAME..., --url, --model and --folder, or --traces")
     folder = arguments.folder.absolute()
     write_folder(folder, arguments.model)
     for name in arguments.names:

@@ -138,15 +138,15 @@ class Scorer:
         self._programs: dict[int, Program] = {}  # by bucket
         self._heads: dict[tuple[int, int, int], Program] = {}  # by tokens of a chunk, top ids, and ids a token
 
-    def compile(self, weights_like: Any) -> int:
+    def compile(self, weights_like: Any, *, longest_only: bool = False) -> int:
         """For weights of these shapes and dtypes: the bytes that the largest takes beside its arguments."""
+        sizes = self._buckets[-1 if longest_only else None :]
 
         def compile_one(size: int) -> Program:
             return _hidden.lower(weights_like, jax.ShapeDtypeStruct((size,), np.int32), **self._options).compile()
 
-        compilations = [functools.partial(compile_one, size) for size in self._buckets]
-        programs = side_by_side(compilations)
-        self._programs = dict(zip(self._buckets, programs))
+        programs = side_by_side([functools.partial(compile_one, size) for size in sizes])
+        self._programs = dict(zip(sizes, programs))
         heads = [self._head(weights_like, program.out_info[0], 0, 1) for program in programs]
         return max(map(memory.working_bytes, [*programs, *heads]))
 

@@ -81,7 +81,7 @@ class SlotPool:
         # A long cache gets no tiny sizes: their chunks would be quick anyway.
         self._lengths = buckets(smallest, longest, halfway=longest <= SHORT_CACHE)
         self._length = self._lengths[0]  # the cache's now
-        self._state = decode.empty_state(config, precision, slots=slots, length=self._length)
+        self._state: decode.State  # from warm_up on
         self._too_long = 0  # chunks in a row for which a shorter cache would have done
         self._taken: dict[Sequence, int] = {}  # the slot of each
         self._free = list(range(slots))  # a heap: those at the front are taken first
@@ -124,21 +124,23 @@ class SlotPool:
         """Positions of the longest cache."""
         return self._lengths[-1]
 
-    def compile(self, weights_like: Any) -> int:
+    def compile(self, weights_like: Any, *, longest_only: bool = False) -> int:
         """Compiles the chunks of all slots and the prefills, for weights of these shapes and dtypes.
 
-        Returns the bytes that the largest of them takes beside its arguments. No array is made.
+        Returns the bytes that the largest of them takes beside its arguments. No array is made. longest_only: of each
+        the longest alone, which takes most; the pool is of no other use then.
         """
+        last = slice(-1 if longest_only else None, None)
         self._weights_like = weights_like
 
         def compile_prefill(size: int) -> None:
             tokens = jax.ShapeDtypeStruct((size,), np.int32)
             self._prefills[size] = decode.prefill.lower(weights_like, tokens, **self._of_every_prefill).compile()
 
-        wholes = [Kind(length, False) for length in self._lengths]
+        wholes = [Kind(length, False) for length in self._lengths[last]]
         side_by_side([
             *(functools.partial(self._compile_whole, kind) for kind in wholes),
-            *(functools.partial(compile_prefill, size) for size in self._prefill_buckets),
+            *(functools.partial(compile_prefill, size) for size in self._prefill_buckets[last]),
         ])  # fmt: skip
         working = max(memory.working_bytes(program) for program in (*self._whole.values(), *self._prefills.values()))
         return working + _FILTER_BYTES * self.slots * self._config.vocab_size
@@ -151,6 +153,7 @@ class SlotPool:
     def warm_up(self, weights: DecodeWeights) -> None:
         """Compiles what is left of what serving begins with. No slot may be taken."""
         assert not self.busy and self._whole
+        self._state = decode.empty_state(self._config, self._precision, slots=self.slots, length=self._length)
         none = np.full(self.slots, self.slots, np.int32)
         prefixes = [self._run_prefill(weights, np.zeros(size, np.int32)) for size in self._prefill_buckets]
         for length in self._lengths:

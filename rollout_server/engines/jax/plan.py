@@ -1,0 +1,93 @@
+"""What the JAX engine takes of an accelerator that is not here, by what its compiler makes of the engine's programs.
+
+    python -m rollout_server.engines.jax.plan <question.json
+
+The question has the fields of `Question`. The answer is a line of JSON: `line`, with which an engine would start or end
+there, `fits`, and the numbers as `memory`; or `error`, in one line. scalerl-plan --generator starts this, since nothing
+of the trainer imports a server.
+"""
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import jax
+
+from launch import machines
+from rollout_server.engines.engine_memory import EngineMemory
+from rollout_server.engines.jax.engine import Scorer, of_model
+from rollout_server.engines.jax.slots import SlotPool
+from rollout_server.engines.jax.weights import abstract_weights, decode_precision
+from scalerl_jax.model.decoder import Precision
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.planning import compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A machine of one device, and what scalerl-serve would be started with there."""
+
+    topology: str
+    model: dict[str, Any]  # the contents of config.json
+    slots: int
+    maximum_tokens: int
+    decode_chunk: int
+    compute_dtype: str
+    sync_dtype: str
+    head_precision: str
+    numerics: str
+    router_replay: bool
+
+
+def plan(question: Question) -> EngineMemory:
+    """Of the programs those are compiled that take most: the chunk of all slots at their longest, the longest prefill
+    and the longest score; none where there is too little memory without them. Raises ValueError, one line, where there
+    is no such machine."""
+    config = DecoderConfig.from_hf(question.model)
+    machine = machines.parse(question.topology)
+    device = compiled.devices_of(machine)[0]
+    precision = Precision(question.compute_dtype, question.sync_dtype, question.head_precision, question.numerics)
+    computing = decode_precision(precision, device.platform)
+    on = jax.sharding.SingleDeviceSharding(device)
+    weights = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), abstract_weights(config, precision)
+    )
+    longest = min(question.maximum_tokens, config.max_positions)
+    memory = of_model(
+        config, precision, cache_dtype=computing.cache, weights=weights, slots=question.slots, longest=longest,
+        copies_are_cheap=False,
+    )  # fmt: skip
+    if memory.on_device > machine.chip.memory:
+        return memory
+    pool = SlotPool(
+        config, computing, slots=question.slots, maximum=longest, steps=question.decode_chunk,
+        router_replay=question.router_replay,
+    )  # fmt: skip
+    parts = (pool, Scorer(config, computing, longest=longest))
+    memory = dataclasses.replace(memory, maximum_tokens=pool.longest)
+    try:
+        with compiled.compiling(device):
+            working = sum(part.compile(weights, longest_only=True) for part in parts)
+    except jax.errors.JaxRuntimeError as error:
+        working = max(0, compiled.needed(error) - memory.weights - memory.cache)
+    return dataclasses.replace(memory, working=working)
+
+
+def main() -> None:
+    question = Question(**json.load(sys.stdin))
+    try:
+        memory, limit = plan(question), machines.parse(question.topology).chip.memory
+    except ValueError as error:
+        answer: dict[str, Any] = {"error": str(error)}
+    else:
+        answer = {"memory": {**dataclasses.asdict(memory), "on_device": memory.on_device}}
+        try:
+            answer |= {"fits": True, "line": memory.check(device=limit, host=None, process=0)}
+        except ValueError as error:
+            answer |= {"fits": False, "line": str(error)}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
