@@ -87,7 +87,8 @@ def main(config_given: GivenConfig) -> None:
         with entry.user_mistakes():
             found_there = generators.memory_on(server, config, decoder)
         fits = "" if found_there["fits"] else "does not fit: "
-        say(console, f"a generator on {server.text}: {fits}{found_there['line']}")
+        where = f"{'each device of ' * (server.devices > 1)}{server.text}"
+        say(console, f"a generator on {where}: {fits}{found_there['line']}")
         written["generator"] = {"topology": server.text, "fits": found_there["fits"], **found_there["memory"]}
     if speed := given.TOKENS_PER_SECOND.value:
         numbers = {"sampled": work.sampled, "trainer_seconds": seconds, "tokens_per_second": speed}

@@ -47,8 +47,8 @@ TOKENS_PER_SECOND = flags.DEFINE_float(
     lower_bound=0.0, flag_values=VALUES
 )  # fmt: skip
 GENERATOR = flags.DEFINE_string(
-    "generator", "", "Machine of one generator with the JAX engine, as in h100:1: its programs are compiled for it, "
-    "with the slots and lengths of the config.", flag_values=VALUES
+    "generator", "", "Machine of generators with the JAX engine, one on each device, as in h100:1 or v5p:2x2x1: their "
+    "programs are compiled for it, with the slots and lengths of the config.", flag_values=VALUES
 )  # fmt: skip
 GENERATORS = flags.DEFINE_integer(
     "generators", 0, "How many there are; 0: as many as keep the trainer fed.", lower_bound=0, flag_values=VALUES

@@ -46,8 +46,6 @@ def beside(generators: int, *, sampled: float, trainer_seconds: float, tokens_pe
 def find_server(topology: str) -> Machine:
     """Of --generator. Raises ValueError, one line, where there is no such machine or an engine cannot be compiled."""
     machine = workload.find_machine(topology, 1, flag="generator")
-    if machine.devices > 1:
-        raise ValueError(f"--generator={topology}: the JAX engine has one device; start one server for each")
     if not compiled.is_there(machine):
         needed = compiled.INSTALL if machine.chip.is_tpu else compiled.INSTALL_GPUS
         raise ValueError(f"--generator={topology}: its compiler is not installed: {needed}")
@@ -55,7 +53,7 @@ def find_server(topology: str) -> Machine:
 
 
 def memory_on(machine: Machine, config: Config, decoder: DecoderConfig) -> dict[str, Any]:
-    """What one server of the JAX engine takes there, with config.fleet's slots: `line`, `fits`, and numbers, `memory`.
+    """What a server of the JAX engine takes of a device there: `line`, `fits`, and its numbers as `memory`.
 
     Its programs are compiled, which takes a minute or more. Raises ValueError, one line, where the compiler knows no
     such machine.

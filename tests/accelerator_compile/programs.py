@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from launch.machines import parse
-from rollout_server.engines.jax import decode
+from rollout_server.engines.jax import caches, decode
 from rollout_server.engines.jax.engine import _hidden, _score
 from rollout_server.engines.jax.weights import abstract_weights, decode_precision
 from scalerl_jax.learner.trainer import Layout
@@ -122,7 +122,7 @@ def of_engine(device: jax.Device) -> Iterator[tuple[str, dict[str, Any]]]:
     both: dict[str, Any] = {"config": DENSE, "precision": precision}
     prefix = there(
         jax.eval_shape(
-            lambda keys, values: decode.fit_prefix(keys, values, length=CACHE),
+            lambda keys, values: caches.fit_prefix(keys, values, length=CACHE, keys_last=precision.keys_last),
             *jax.eval_shape(functools.partial(decode.prefill, **both), weights, tokens)[:2],
         )
     )
@@ -143,6 +143,7 @@ def of_engine(device: jax.Device) -> Iterator[tuple[str, dict[str, Any]]]:
         "caches": len(state.keys) + len(state.values),
         "cache": state.keys[0].size * state.keys[0].dtype.itemsize,
         "cache_dtype": str(state.keys[0].dtype),
+        "weights": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights)),
     }
     for name, lower in lowered.items():
         yield f"engine: {name}", facts(lower().compile()) | of_all

@@ -1,7 +1,7 @@
 """Every device program of trainer and engine, compiled for accelerators that are not here, and what its text must say.
 
-One update for TPUs in `make test-full`, 40 CPU seconds; the others, the engine's, and all of those for GPUs in
-`make test-long`.
+One update for TPUs and the engine's programs in `make test-full`, 60 CPU seconds; the others, and all of those for GPUs,
+in `make test-long`.
 """
 
 import json
@@ -67,11 +67,14 @@ def check_engine(found, chip: str) -> None:
         if name in ("engine: prefill", "engine: hidden", "engine: score"):
             continue
         assert one["taken_over"] >= one["caches"], name
-        if chip != "tpu":  # whose compiler lays a small cache out anew for the loop, on the chip
-            assert one["copied"] < one["cache"] / 100, name
+        # On a TPU other small arrays are laid out anew, and none of the caches is.
+        assert one["copied"] < one["cache"] / (10 if chip == "tpu" else 100), name
+    # Scores need no second copy of the weights.
+    for name in ("engine: hidden", "engine: score"):
+        assert found[name]["temporaries"] < found[name]["weights"] / 2, name
     whole, half = found["engine: decode"], found["engine: decode, half of the slots"]
     # Of all slots a step works on the caches where they are; of half of them on a copy of their part.
-    assert whole["temporaries"] < whole["cache"]
+    assert whole["temporaries"] < whole["cache"] * (whole["caches"] / 4 if chip == "tpu" else 1)
     assert half["temporaries"] < 0.6 * half["caches"] * half["cache"]
 
 
@@ -81,7 +84,6 @@ def test_an_update_for_tpus():
 
 
 @needs_tpu_compiler
-@pytest.mark.long
 def test_the_engine_for_tpus():
     check_engine(compiled("tpu", "engine"), "tpu")
 

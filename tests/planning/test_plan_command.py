@@ -104,8 +104,6 @@ def test_a_target_gives_the_steps(capsys, tmp_path):
         ),
         ({"topology": "h200:8", "target": 0.5}, (), "--fit and --target go together"),
         ({"topology": "h200:8", "generators": 3}, (), "--generators: requires --generator_tokens_per_second"),
-        ({"topology": "h200:8", "generator": "l4:2"}, (),
-         "--generator=l4:2: the JAX engine has one device; start one server for each"),
         ({"topology": "h200:8", "generator": "cpu"}, (), "--generator=cpu: a plan needs the figures of a chip, which "
          "are known of v5e, v5p, v6e, a100-80gb, l4, l40s, h100, h200, b200"),
         ({"topology": "h200:8", "model_config": "/no/such.json"}, (), "--model_config=/no/such.json: no such file"),

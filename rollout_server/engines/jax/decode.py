@@ -32,7 +32,6 @@ stop tokens, L layers, k experts of a token.
 import dataclasses
 import functools
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -40,12 +39,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from rollout_server.engines.admission import LONGEST_END, LONGEST_PHRASE, MOST_STOPS
+from rollout_server.engines.jax import caches as caches_lib
+from rollout_server.engines.jax.caches import Caches, Held
 from rollout_server.engines.jax.sampling import sample, uniforms
 from rollout_server.engines.jax.weights import DecodeLayer, DecodePrecision, DecodeRowLayer, DecodeWeights, product
 from scalerl_jax.contract.codec import expert_dtype
 from scalerl_jax.model.attention import BLOCKS, TILES, packed_attention
 from scalerl_jax.model.attention.tiles import attend_slots
-from scalerl_jax.model.decoder import Precision, Rotation, final_norm, rope_tables, rotation_of
+from scalerl_jax.model.decoder import Rotation, final_norm, rope_tables, rotation_of
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.families import FAMILIES
 from scalerl_jax.model.head import head_weight, logits, spread_of
@@ -54,8 +55,6 @@ THINK, PHRASE, ANSWER = 0, 1, 2
 RUNNING, STOP, LENGTH = 0, 1, 2
 
 NO_TOKEN = -1  # in padded lists of tokens; no token of a vocabulary
-
-Caches = list[jax.Array]  # per layer
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -80,7 +79,7 @@ class Settings:
 class State:
     """All slots."""
 
-    keys: Caches  # [B, K, h, S] each, rotated; so laid out that a step's product need not transpose them
+    keys: Caches  # [B, K, h, S] each, on a TPU as values; rotated
     values: Caches  # [B, K, S, h] each
     token: jax.Array  # [B] int32: fed next
     position: jax.Array  # [B] int32: where
@@ -130,7 +129,7 @@ def empty_state(config: DecoderConfig, precision: DecodePrecision, *, slots: int
         return jnp.zeros(slots, jnp.int32)
 
     return State(
-        keys=caches(config.head_dim, length),
+        keys=caches(config.head_dim, length) if precision.keys_last else caches(length, config.head_dim),
         values=caches(length, config.head_dim),
         token=zeros(),
         position=zeros(),
@@ -171,49 +170,28 @@ def _through(
     return x, chosen
 
 
-def _attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    position: jax.Array,
-    precision: DecodePrecision,
-    *,
-    first: jax.Array | None = None,
-) -> jax.Array:
-    """q [B, H, h] over k [B, K, h, S] and v [B, K, S, h], of which positions first..position [B] count -> [B, H, h].
-
-    first: None: 0.
-    """
-    slots, heads, size = q.shape
-    kv_heads, length = v.shape[1:3]
-    grouped = q.reshape(slots, kv_heads, heads // kv_heads, size).astype(k.dtype)
-    dot: Any = {"precision": Precision(str(k.dtype)).dot, "preferred_element_type": jnp.float32}
-    scores = jnp.einsum("bkgh,bkhs->bkgs", grouped, k, **dot) * (1 / math.sqrt(size))
-    seen = jnp.arange(length) <= position[:, None]
-    if first is not None:
-        seen &= jnp.arange(length) >= first[:, None]
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None, :], scores, -1e30), axis=-1)
-    mixed = jnp.einsum("bkgs,bksh->bkgh", weights.astype(v.dtype), v, **dot)
-    return mixed.reshape(slots, heads, size).astype(q.dtype)
-
-
-def _attend_one(
-    q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array, first: jax.Array, precision: DecodePrecision
-) -> jax.Array:
-    """As `_attend`, of C tokens of one slot: q [C, H, h], k [K, h, S], v [K, S, h], first and position [C]."""
-    count, heads, size = q.shape
-    kv_heads, length = v.shape[:2]
-    grouped = q.reshape(count, kv_heads, heads // kv_heads, size).astype(k.dtype)
-    dot: Any = {"precision": Precision(str(k.dtype)).dot, "preferred_element_type": jnp.float32}
-    scores = jnp.einsum("ckgh,khs->kgcs", grouped, k, **dot) * (1 / math.sqrt(size))
-    at = jnp.arange(length)
-    seen = (at <= position[:, None]) & (at >= first[:, None])
-    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
-    mixed = jnp.einsum("kgcs,ksh->ckgh", weights.astype(v.dtype), v, **dot)
-    return mixed.reshape(count, heads, size).astype(q.dtype)
-
-
 # ----------------------------------------------------------------------------------------- prefill and insert
+
+
+def feed_prompt(
+    weights: DecodeWeights, tokens: jax.Array, *, config: DecoderConfig, precision: DecodePrecision
+) -> tuple[jax.Array, Caches, Caches, list[Any]]:
+    """tokens [P] int32 through every layer: (hidden states [1, P, width], keys, values, of each layer the experts)."""
+    rotation = rotation_of(config, jnp.arange(len(tokens))[None], precision)
+    segment_ids = jnp.ones((1, len(tokens)), jnp.int32)
+    x = weights["embed"][tokens][None].astype(precision.compute)
+    keys: Caches = []
+    values: Caches = []
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, local: bool = False) -> jax.Array:
+        keys.append(jnp.moveaxis(k[0], 0, 1 + precision.keys_last).astype(precision.cache))
+        values.append(jnp.moveaxis(v[0], 0, 1).astype(precision.cache))
+        chunks = 1 + jnp.arange(len(tokens))[None] // config.attention_chunk if local else segment_ids
+        backend = TILES if precision.bitwise else BLOCKS
+        return packed_attention(q, k, v, chunks, precision=precision.dot, backend=backend)
+
+    x, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
+    return x, keys, values, chosen
 
 
 @functools.partial(jax.jit, static_argnames=("config", "precision", "experts"))
@@ -225,24 +203,11 @@ def prefill(
     precision: DecodePrecision,
     experts: bool = False,
 ) -> tuple[Caches, Caches, jax.Array | None]:
-    """Keys [K, h, P] and values [K, P, h] per layer of one prompt, tokens [P] int32. Padding at its end is harmless.
+    """Keys [K, h, P] (on a TPU as values) and values [K, P, h] per layer of one prompt, tokens [P] int32.
 
-    experts: third, those of each token, [P, L, k] uint8 | uint16; else None.
+    Padding at its end is harmless. experts: third, those of each token, [P, L, k] uint8 | uint16; else None.
     """
-    rotation = rotation_of(config, jnp.arange(len(tokens))[None], precision)
-    segment_ids = jnp.ones((1, len(tokens)), jnp.int32)
-    x = weights["embed"][tokens][None].astype(precision.compute)
-    keys: Caches = []
-    values: Caches = []
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, local: bool = False) -> jax.Array:
-        keys.append(jnp.moveaxis(k[0], 0, 2).astype(precision.cache))
-        values.append(jnp.swapaxes(v[0], 0, 1).astype(precision.cache))
-        chunks = 1 + jnp.arange(len(tokens))[None] // config.attention_chunk if local else segment_ids
-        backend = TILES if precision.bitwise else BLOCKS
-        return packed_attention(q, k, v, chunks, precision=precision.dot, backend=backend)
-
-    _, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
+    _, keys, values, chosen = feed_prompt(weights, tokens, config=config, precision=precision)
     return keys, values, _together(chosen, config)[0] if experts else None
 
 
@@ -269,55 +234,21 @@ def extend(
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, local: bool = False) -> jax.Array:
         i = next(layer)
-        new = jnp.moveaxis(k[0], 0, 2), jnp.swapaxes(v[0], 0, 1)
-        keys[i] = jax.lax.dynamic_update_slice(keys[i], new[0].astype(precision.cache), (0, 0, known))
+        new = jnp.moveaxis(k[0], 0, 1 + precision.keys_last), jnp.moveaxis(v[0], 0, 1)
+        at = (0, 0, known) if precision.keys_last else (0, known, 0)
+        keys[i] = jax.lax.dynamic_update_slice(keys[i], new[0].astype(precision.cache), at)
         values[i] = jax.lax.dynamic_update_slice(values[i], new[1].astype(precision.cache), (0, known, 0))
         first = positions // config.attention_chunk * config.attention_chunk if local else jnp.zeros_like(positions)
-        return _attend_one(q[0], keys[i], values[i], positions, first, precision)[None]
+        return caches_lib.attend_one(q[0], keys[i], values[i], positions, first, keys_last=precision.keys_last)[None]
 
     rotation = rope_tables(config, positions[None])
     _, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
     return keys, values, _together(chosen, config)[0] if experts else None
 
 
-@functools.partial(jax.jit, static_argnames=("length",))
-def copy_slot(keys: Caches, values: Caches, slot: jax.Array, *, length: int) -> tuple[Caches, Caches]:
-    """The first `length` positions of a slot, as `prefill` gives them."""
-
-    def of_slot(cache: jax.Array, axis: int) -> jax.Array:
-        row = jax.lax.dynamic_index_in_dim(cache, slot, keepdims=False)
-        return jax.lax.slice_in_dim(row, 0, length, axis=axis)
-
-    return [of_slot(cache, 2) for cache in keys], [of_slot(cache, 1) for cache in values]
-
-
 def _together(chosen: list[Any], config: DecoderConfig) -> jax.Array:
     """Of each layer [..., k] int32 -> [..., L, k] in the dtype of the contract."""
     return jnp.stack(chosen, axis=-2).astype(expert_dtype(config.experts))
-
-
-def fit(keys: Caches, values: Caches, length: int) -> None:
-    """Pads or cuts the caches to `length` positions.
-
-    Changes the lists in place: each old array is released before the next is made.
-    """
-    for i in range(len(keys)):
-        keys[i] = _fit(keys[i], length=length, axis=keys[i].ndim - 1)
-        values[i] = _fit(values[i], length=length, axis=values[i].ndim - 2)
-
-
-@functools.partial(jax.jit, static_argnames=("length", "axis"))
-def _fit(cache: jax.Array, *, length: int, axis: int) -> jax.Array:
-    missing = length - cache.shape[axis]  # fewer than none: they are cut off
-    return jax.lax.pad(cache, cache.dtype.type(0), [(0, missing if i == axis else 0, 0) for i in range(cache.ndim)])
-
-
-@functools.partial(jax.jit, static_argnames=("length",))
-def fit_prefix(keys: Caches, values: Caches, *, length: int) -> tuple[Caches, Caches]:
-    """As `fit`, of what is small: all at once, for a launch costs more than the work."""
-    keys, values = list(keys), list(values)
-    fit(keys, values, length)
-    return keys, values
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -409,11 +340,19 @@ def decode_chunk(
         state = jax.tree.map(lambda rows: rows[:width], whole)
     # A live slot advances by one a step, so all angles and random numbers are known before the first.
     positions = state.position + jnp.arange(steps)[:, None]
-    per_step = (rotation_of(config, positions, precision), uniforms(state.settings.seed, positions))
+    per_step = (
+        rotation_of(config, positions, precision), uniforms(state.settings.seed, positions), jnp.arange(steps)
+    )  # fmt: skip
+    held = None
+    if not precision.keys_last:
+        held = Held(state.keys, state.values, state.position)
+        keys, values = (caches_lib.nothing_new(caches, steps) for caches in (state.keys, state.values))
+        state = dataclasses.replace(state, keys=keys, values=values)
 
     def step(state: State, xs: Any) -> tuple[State, Any]:
-        rotation, u = xs
-        logit, keys, values, chosen = _feed(weights, state, rotation, config=config, precision=precision)
+        rotation, u, number = xs
+        both: Any = {"config": config, "precision": precision}
+        logit, keys, values, chosen = _feed(weights, state, rotation, held, number, **both)
         with jax.named_scope("sample"):
             s = state.settings
             token, logprob = sample(logit, s.temperature, s.top_k, s.top_p, u, filtered=filtered)
@@ -426,6 +365,9 @@ def decode_chunk(
         return state, (*outputs, _together(chosen, config) if experts else None)
 
     state, (tokens, logprobs, forced, live, finish, routes) = jax.lax.scan(step, state, per_step)
+    if held is not None:
+        keys, values = caches_lib.merged(held, state.keys, state.values)
+        state = dataclasses.replace(state, keys=keys, values=values)
     if width < len(whole.token):
         state = jax.tree.map(lambda rows, new: jax.lax.dynamic_update_slice_in_dim(rows, new, 0, 0), whole, state)
     ends = jnp.max(finish, axis=0)
@@ -433,26 +375,43 @@ def decode_chunk(
 
 
 def _feed(
-    weights: DecodeWeights, state: State, rotation: Rotation, *, config: DecoderConfig, precision: Precision
+    weights: DecodeWeights,
+    state: State,
+    rotation: Rotation,
+    held: Held | None,
+    number: jax.Array,
+    *,
+    config: DecoderConfig,
+    precision: DecodePrecision,
 ) -> tuple[jax.Array, Caches, Caches, list[Any]]:
-    """Feeds each slot's token: (logits [B, V] float32, keys, values, of each layer the token's experts [B, k])."""
+    """Feeds each slot's token: (logits [B, V] float32, keys, values, of each layer the token's experts [B, k]).
+
+    held: None: the state has the caches; else it has what this chunk has made, and this is its step `number`.
+    """
     slots = jnp.arange(len(state.token))
     x = weights["embed"][state.token].astype(precision.compute)
     keys: Caches = []
     values: Caches = []
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, local: bool = False) -> jax.Array:
+        layer, first = len(keys), None
+        if local:
+            first = state.position // config.attention_chunk * config.attention_chunk
+        key, value = state.keys[layer], state.values[layer]
+        if held is not None:
+            keys.append(jax.lax.dynamic_update_slice_in_dim(key, k.astype(key.dtype)[:, :, None], number, 2))
+            values.append(jax.lax.dynamic_update_slice_in_dim(value, v.astype(value.dtype)[:, :, None], number, 2))
+            caches = held.keys[layer], held.values[layer]
+            return caches_lib.attend_held(q, caches, (keys[-1], values[-1]), held.start, number, first=first)
         # A slot that does not count may stand anywhere, also past the cache's end: then nothing is written.
         write: Any = {"mode": "drop", "unique_indices": True}
-        key, value = state.keys[len(keys)], state.values[len(values)]
         key = key.at[slots, :, :, state.position].set(k.astype(key.dtype), **write)
         value = value.at[slots, :, state.position].set(v.astype(value.dtype), **write)
         keys.append(key)
         values.append(value)
         if precision.bitwise:
             return attend_slots(q, key, value, state.position, precision.dot)
-        first = state.position // config.attention_chunk * config.attention_chunk if local else None
-        return _attend(q, key, value, state.position, precision, first=first)
+        return caches_lib.attend(q, key, value, state.position, first=first)
 
     x, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
     x = final_norm(x, weights["final_norm"], config, precision, lead=1)

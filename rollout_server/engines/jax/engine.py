@@ -22,8 +22,8 @@ The memory estimate of the embedded generator (engines/engine_memory.py).
 Its working memory is what the largest compiled programs need beside their arguments, by XLA's own account of them; a
 chunk of fewer slots than there are, which copies their part of the cache; and one layer's cache twice, while it grows.
 
-Teacher-forced log-probabilities of given tokens: the trainer's own forward pass on the generator's weights, of one
-sequence after another. The head is a program of its own, for a chunk of tokens: only that is compiled again for another
+Teacher-forced log-probabilities of given tokens: a prompt's pass through the generator's weights, of one sequence after
+another. The head is a program of its own, for a chunk of tokens: only that is compiled again for another
 number of top ids or targets.
 """
 
@@ -47,6 +47,7 @@ from rollout_server.engines.admission import check_score
 from rollout_server.engines.engine import Changes, EngineOptions
 from rollout_server.engines.engine_info import engine_info
 from rollout_server.engines.engine_memory import EngineMemory
+from rollout_server.engines.jax import decode
 from rollout_server.engines.jax.programs import Program, buckets, side_by_side
 from rollout_server.engines.jax.sessions import Prefix
 from rollout_server.engines.jax.slots import SlotPool
@@ -62,8 +63,7 @@ from rollout_server.engines.request_queue import QueuedEngine, RequestQueue
 from rollout_server.engines.sequence import Sequence
 from scalerl_jax.contract.codec import GroupRequest, ScoreRequest, Scores, Version
 from scalerl_jax.model import row_blocks
-from scalerl_jax.model.attention import BLOCKS, TILES
-from scalerl_jax.model.decoder import Precision, forward
+from scalerl_jax.model.decoder import Precision, final_norm
 from scalerl_jax.model.decoder_config import DecoderConfig, read_config
 from scalerl_jax.model.head import chunk_of, logits, spread_of
 from scalerl_jax.model.hf import Tensors
@@ -80,12 +80,8 @@ def _hidden(
     weights: DecodeWeights, tokens: jax.Array, *, config: DecoderConfig, precision: DecodePrecision
 ) -> list[jax.Array]:
     """tokens [length] int32 -> what the head is given for the token after each, in chunks [C, width]."""
-    params, row = model_params(weights, config), tokens[None]
-    positions = jnp.arange(len(tokens))[None]
-    attention = TILES if precision.bitwise else BLOCKS
-    hidden = forward(
-        params, config, row, positions, jnp.ones_like(row), precision=precision, remat="none", attention=attention
-    )[0]
+    x, *_ = decode.feed_prompt(weights, tokens, config=config, precision=precision)
+    hidden = final_norm(x, weights["final_norm"], config, precision, lead=2)[0]
     chunk = min(chunk_of(0, precision.platform), len(tokens))
     hidden = jnp.pad(hidden, ((0, -len(tokens) % chunk), (0, 0)))
     return jnp.split(hidden, len(hidden) // chunk)

@@ -62,7 +62,7 @@ def plan(question: Question) -> EngineMemory:
         return memory
     pool = SlotPool(
         config, computing, slots=question.slots, maximum=longest, steps=question.decode_chunk,
-        router_replay=question.router_replay,
+        router_replay=question.router_replay, allocated=False,
     )  # fmt: skip
     parts = (pool, Scorer(config, computing, longest=longest))
     memory = dataclasses.replace(memory, maximum_tokens=pool.longest)

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rollout_server.engines.jax import decode
+from rollout_server.engines.jax import caches, decode
 from rollout_server.engines.jax.decode import Output, Settings
 from rollout_server.engines.jax.programs import Kind, Program, Programs, buckets, side_by_side, widths
 from rollout_server.engines.jax.sessions import Kept, Prefix, Sessions
@@ -66,8 +66,10 @@ class SlotPool:
         maximum: int,
         steps: int,
         router_replay: bool = False,
+        allocated: bool = True,
     ):
-        """router_replay: sequences whose request asks for them are told their experts."""
+        """router_replay: sequences whose request asks for them are told their experts. allocated: whether there are
+        caches; without them it can only compile."""
         self.slots = slots
         self.sessions = Sessions(0)
         self.prefills = 0
@@ -81,7 +83,8 @@ class SlotPool:
         # A long cache gets no tiny sizes: their chunks would be quick anyway.
         self._lengths = buckets(smallest, longest, halfway=longest <= SHORT_CACHE)
         self._length = self._lengths[0]  # the cache's now
-        self._state: decode.State  # from warm_up on
+        if allocated:
+            self._state = decode.empty_state(config, precision, slots=slots, length=self._length)
         self._too_long = 0  # chunks in a row for which a shorter cache would have done
         self._taken: dict[Sequence, int] = {}  # the slot of each
         self._free = list(range(slots))  # a heap: those at the front are taken first
@@ -128,7 +131,7 @@ class SlotPool:
         """Compiles the chunks of all slots and the prefills, for weights of these shapes and dtypes.
 
         Returns the bytes that the largest of them takes beside its arguments. No array is made. longest_only: of each
-        the longest alone, which takes most; the pool is of no other use then.
+        the longest alone, which takes most.
         """
         last = slice(-1 if longest_only else None, None)
         self._weights_like = weights_like
@@ -153,7 +156,6 @@ class SlotPool:
     def warm_up(self, weights: DecodeWeights) -> None:
         """Compiles what is left of what serving begins with. No slot may be taken."""
         assert not self.busy and self._whole
-        self._state = decode.empty_state(self._config, self._precision, slots=self.slots, length=self._length)
         none = np.full(self.slots, self.slots, np.int32)
         prefixes = [self._run_prefill(weights, np.zeros(size, np.int32)) for size in self._prefill_buckets]
         for length in self._lengths:
@@ -207,7 +209,7 @@ class SlotPool:
         program = self._extension(length, chunk) if length is not None else None
         if length is None or program is None:
             return None
-        keys, values = decode.fit_prefix(keys, values, length=length)
+        keys, values = caches.fit_prefix(keys, values, length=length, keys_last=self._precision.keys_last)
         chosen = [] if kept.experts is None else [kept.experts]
         for at in range(0, len(padded), chunk):
             keys, values, experts = program(weights, keys, values, padded[at : at + chunk], np.int32(known + at))
@@ -239,7 +241,9 @@ class SlotPool:
         if not len(tokens):
             return
         length = min(next(size for size in self._prefill_buckets if size >= len(tokens)), self._length)
-        keys, values = decode.copy_slot(self._state.keys, self._state.values, np.int32(slot), length=length)
+        keys, values = caches.copy_slot(
+            self._state.keys, self._state.values, np.int32(slot), length=length, keys_last=self._precision.keys_last
+        )
         experts = sequence.recorded_experts()
         experts = None if experts is None else experts[: len(tokens)]
         self.sessions.store(sequence, Kept(tokens, (keys, values, None), experts, sequence.only_step()))
@@ -341,12 +345,12 @@ class SlotPool:
     def _insert(
         self, prefix: Prefix, slots: np.ndarray, count: int, token: int, position: int, settings: Settings
     ) -> None:
-        fitted = decode.fit_prefix(*prefix[:2], length=self._length)
+        fitted = caches.fit_prefix(*prefix[:2], length=self._length, keys_last=self._precision.keys_last)
         numbers = np.array([count, token, position], np.int32)
         self._state = decode.insert(self._state, fitted, slots, numbers, settings)
 
     def _set_length(self, length: int) -> None:
-        decode.fit(self._state.keys, self._state.values, length)
+        caches.fit(self._state.keys, self._state.values, length, keys_last=self._precision.keys_last)
         self._length, self._too_long = length, 0
 
     def _move_on_device(self, origins: list[int], targets: list[int]) -> None:

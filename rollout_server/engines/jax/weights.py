@@ -58,6 +58,11 @@ class DecodePrecision(Precision):
         return self.platform == "cpu"
 
     @property
+    def keys_last(self) -> bool:
+        """Whether positions are the last dimension of cached keys, and not as of values the one before (caches.py)."""
+        return self.platform != "tpu" or self.bitwise
+
+    @property
     def cache(self) -> str:
         """The dtype of keys and values, whose values are the compute dtype's in any case.
 

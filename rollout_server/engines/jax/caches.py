@@ -1,0 +1,174 @@
+"""Keys and values of all slots, one array a layer: what reads them, what changes their length, and what waits to go in.
+
+On a TPU a step writes into none of them: a scatter wants another order of their dimensions in memory than the products
+that read them, and XLA would copy every cache twice a step. So what the steps of a chunk make stands in small arrays of
+their own, at the same place for every slot, is read from there, and goes in when the chunk ends (`Held`, `merged`).
+Keys are there as values are, [B, K, S, h]; elsewhere [B, K, h, S], so that a step's product need not turn them.
+
+Legend: B slots, S positions, N steps of a chunk, C tokens, K key/value heads, G query heads that share one, H = K G,
+h head size.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalerl_jax.model.decoder import Precision
+
+Caches = list[jax.Array]  # per layer
+_MASKED = -1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """The caches as a chunk found them, which its steps only read."""
+
+    keys: Caches  # [B, K, S, h] each
+    values: Caches  # likewise
+    start: jax.Array  # [B] int32: positions that count in them
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    position: jax.Array,
+    *,
+    first: jax.Array | None = None,
+) -> jax.Array:
+    """q [B, H, h] over k [B, K, h, S] and v [B, K, S, h], of which positions first..position [B] count -> [B, H, h].
+
+    first: None: 0.
+    """
+    slots, heads, size = q.shape
+    kv_heads, length = v.shape[1:3]
+    grouped = q.reshape(slots, kv_heads, heads // kv_heads, size).astype(k.dtype)
+    dot: Any = {"precision": Precision(str(k.dtype)).dot, "preferred_element_type": jnp.float32}
+    scores = jnp.einsum("bkgh,bkhs->bkgs", grouped, k, **dot) * (1 / math.sqrt(size))
+    seen = jnp.arange(length) <= position[:, None]
+    if first is not None:
+        seen &= jnp.arange(length) >= first[:, None]
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None, :], scores, _MASKED), axis=-1)
+    mixed = jnp.einsum("bkgs,bksh->bkgh", weights.astype(v.dtype), v, **dot)
+    return mixed.reshape(slots, heads, size).astype(q.dtype)
+
+
+def attend_one(
+    q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array, first: jax.Array, *, keys_last: bool
+) -> jax.Array:
+    """As `attend`, of C tokens of one slot: q [C, H, h], v [K, S, h], first and position [C]; k [K, h, S], or as v.
+
+    keys_last: whether positions are the last dimension of keys.
+    """
+    count, heads, size = q.shape
+    kv_heads, length = v.shape[:2]
+    grouped = q.reshape(count, kv_heads, heads // kv_heads, size).astype(k.dtype)
+    dot: Any = {"precision": Precision(str(k.dtype)).dot, "preferred_element_type": jnp.float32}
+    product = "ckgh,khs->kgcs" if keys_last else "ckgh,ksh->kgcs"
+    scores = jnp.einsum(product, grouped, k, **dot) * (1 / math.sqrt(size))
+    at = jnp.arange(length)
+    seen = (at <= position[:, None]) & (at >= first[:, None])
+    weights = jax.nn.softmax(jnp.where(seen, scores, _MASKED), axis=-1)
+    mixed = jnp.einsum("kgcs,ksh->ckgh", weights.astype(v.dtype), v, **dot)
+    return mixed.reshape(count, heads, size).astype(q.dtype)
+
+
+def attend_held(
+    q: jax.Array,
+    held: tuple[jax.Array, jax.Array],
+    new: tuple[jax.Array, jax.Array],
+    start: jax.Array,
+    step: jax.Array,
+    *,
+    first: jax.Array | None = None,
+) -> jax.Array:
+    """As `attend`, where positions 0..start - 1 [B] are in `held`, and those of steps 0..step of this chunk in `new`,
+    keys and values [B, K, N, h]."""
+    slots, heads, size = q.shape
+    kv_heads, length = held[1].shape[1:3]
+    grouped = q.reshape(slots, kv_heads, heads // kv_heads, size).astype(held[0].dtype)
+    dot: Any = {"precision": Precision(str(grouped.dtype)).dot, "preferred_element_type": jnp.float32}
+    steps = jnp.arange(new[1].shape[2])
+    seen = [jnp.arange(length) < start[:, None], jnp.broadcast_to(steps <= step, (slots, len(steps)))]
+    if first is not None:
+        seen = [seen[0] & (jnp.arange(length) >= first[:, None]), seen[1] & (start[:, None] + steps >= first[:, None])]
+    parts = [
+        jnp.where(mask[:, None, None], jnp.einsum("bkgh,bksh->bkgs", grouped, k, **dot) / math.sqrt(size), _MASKED)
+        for k, mask in zip((held[0], new[0]), seen)
+    ]
+    top = jnp.maximum(*(jnp.max(part, axis=-1, keepdims=True) for part in parts))
+    weights = [jnp.exp(part - top) for part in parts]
+    total = sum(jnp.sum(part, axis=-1, keepdims=True) for part in weights)
+    before, of_chunk = (
+        jnp.einsum("bkgs,bksh->bkgh", (part / total).astype(v.dtype), v, **dot)
+        for part, v in zip(weights, (held[1], new[1]))
+    )
+    return (before + of_chunk).reshape(slots, heads, size).astype(q.dtype)
+
+
+def nothing_new(caches: Caches, steps: int) -> Caches:
+    """For what `steps` steps will make, [B, K, N, h] each."""
+    return [jnp.zeros((*cache.shape[:2], steps, cache.shape[3]), cache.dtype) for cache in caches]
+
+
+def merged(held: Held, keys: Caches, values: Caches) -> tuple[Caches, Caches]:
+    """The caches with what a chunk has made, [B, K, N, h] each, behind held.start.
+
+    What would stand past the caches' end is left out.
+    """
+    length = held.values[0].shape[2]
+    count = min(length, values[0].shape[2])
+
+    def of_slot(i: jax.Array, caches: tuple[Caches, Caches]) -> tuple[Caches, Caches]:
+        at = jnp.minimum(held.start[i], length - count)
+        shift = held.start[i] - at  # so many places of the window come before it
+        here = (jnp.arange(count) >= shift)[:, None]
+
+        def put(cache: jax.Array, new: jax.Array) -> jax.Array:
+            own = jnp.roll(jax.lax.dynamic_slice_in_dim(new, i, 1)[:, :, :count], shift, axis=2)
+            old = jax.lax.dynamic_slice(cache, (i, 0, at, 0), own.shape)
+            return jax.lax.dynamic_update_slice(cache, jnp.where(here, own, old), (i, 0, at, 0))
+
+        return jax.tree.map(put, caches, (keys, values))
+
+    # A loop, and not a scatter: see above.
+    return jax.lax.fori_loop(0, len(held.start), of_slot, (held.keys, held.values))
+
+
+@functools.partial(jax.jit, static_argnames=("length", "keys_last"))
+def copy_slot(keys: Caches, values: Caches, slot: jax.Array, *, length: int, keys_last: bool) -> tuple[Caches, Caches]:
+    """The first `length` positions of a slot, as `prefill` gives them."""
+
+    def of_slot(cache: jax.Array, axis: int) -> jax.Array:
+        row = jax.lax.dynamic_index_in_dim(cache, slot, keepdims=False)
+        return jax.lax.slice_in_dim(row, 0, length, axis=axis)
+
+    return [of_slot(cache, 1 + keys_last) for cache in keys], [of_slot(cache, 1) for cache in values]
+
+
+def fit(keys: Caches, values: Caches, length: int, *, keys_last: bool) -> None:
+    """Pads or cuts the caches to `length` positions.
+
+    Changes the lists in place: each old array is released before the next is made.
+    """
+    for i in range(len(keys)):
+        keys[i] = _fit(keys[i], length=length, axis=keys[i].ndim - (1 if keys_last else 2))
+        values[i] = _fit(values[i], length=length, axis=values[i].ndim - 2)
+
+
+@functools.partial(jax.jit, static_argnames=("length", "axis"))
+def _fit(cache: jax.Array, *, length: int, axis: int) -> jax.Array:
+    missing = length - cache.shape[axis]  # fewer than none: they are cut off
+    return jax.lax.pad(cache, cache.dtype.type(0), [(0, missing if i == axis else 0, 0) for i in range(cache.ndim)])
+
+
+@functools.partial(jax.jit, static_argnames=("length", "keys_last"))
+def fit_prefix(keys: Caches, values: Caches, *, length: int, keys_last: bool) -> tuple[Caches, Caches]:
+    """As `fit`, of what is small: all at once, for a launch costs more than the work."""
+    keys, values = list(keys), list(values)
+    fit(keys, values, length, keys_last=keys_last)
+    return keys, values
