@@ -306,9 +306,18 @@ class _Reader:
                 for place, operand in enumerate(user.operands):
                     if operand == name:
                         total += self._read(user.called[0], place, Array("u8", (int(whole),), False))
+                        if self._passes_on(user.called[0], place):
+                            total += self._used(inner, user.name, whole)
             else:
                 return whole
         return total
+
+    def _passes_on(self, inner: str, place: int) -> bool:
+        """Whether a fusion's result is this operand, in another shape at most."""
+        root: Instruction | None = self.program.computations[inner][-1]
+        while root is not None and root.op in _SAME:
+            root = self.program.named(inner, root.operands[0])
+        return root is not None and root.op == "parameter" and root.line.startswith(f"{place})")
 
     def _written(self, inner: str, root: Instruction, arrays: tuple[Array, ...]) -> float:
         """Bytes of a fusion's results; of one that is updated in place the update's."""

@@ -1,7 +1,7 @@
 """Every device program of trainer and engine, compiled for accelerators that are not here, and what its text must say.
 
-One update for TPUs and the engine's programs in `make test-full`, 60 CPU seconds; the others, and all of those for GPUs,
-in `make test-long`.
+One update for TPUs and the engine's programs in `make test-full`, 60 CPU seconds; the others, and all of those for
+GPUs, in `make test-long`.
 """
 
 import json

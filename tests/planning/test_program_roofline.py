@@ -137,6 +137,30 @@ ENTRY %main (p.0: {left}, p.1: {right}) -> {result} {{
     assert of(text).flops == flops
 
 
+def test_what_a_fusion_in_a_fusion_only_passes_on_is_read():
+    """As a TPU's products have their weights."""
+    text = """
+%inner (q.0: bf16[4096,1024]) -> bf16[4096,1024] {
+  %q.0 = bf16[4096,1024] parameter(0)
+  ROOT %b = bf16[4096,1024] bitcast(%q.0)
+}
+
+%outer (p.0: bf16[32,4096], p.1: bf16[4096,1024]) -> bf16[32,1024] {
+  %p.0 = bf16[32,4096] parameter(0)
+  %p.1 = bf16[4096,1024] parameter(1)
+  %f = bf16[4096,1024] fusion(%p.1), kind=kLoop, calls=%inner
+  ROOT %c = bf16[32,1024] convolution(%p.0, %f), dim_labels=bf_io->bf
+}
+
+ENTRY %main (x: bf16[32,4096], w: bf16[4096,1024]) -> bf16[32,1024] {
+  %x = bf16[32,4096] parameter(0)
+  %w = bf16[4096,1024] parameter(1)
+  ROOT %r = bf16[32,1024] fusion(%x, %w), kind=kOutput, calls=%outer
+}
+"""
+    assert of(text).moved == 2 * (32 * 4096 + 4096 * 1024 + 32 * 1024)
+
+
 def test_what_a_tpu_keeps_on_the_chip_costs_no_memory():
     text = """
 ENTRY %main (p.0: f32[1024]) -> f32[1024] {

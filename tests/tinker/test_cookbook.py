@@ -1,6 +1,6 @@
 """Programs of tinker-cookbook, as they are, on scalerl-tinker: `make test-tinker`.
 
-They run in an environment of their own, which VENV_TINKER names; the server runs in this one. About 10 minutes.
+They run in an environment of their own, which VENV_TINKER names; the server runs in this one. About 15 minutes.
 """
 
 import os
@@ -21,14 +21,19 @@ pytestmark = [
     pytest.mark.timeout(3600),
     pytest.mark.skipif(not VENV, reason="tinker-cookbook is not installed: make test-tinker"),
 ]
-LONGEST = 128  # tokens
+LONGEST = 768  # tokens
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The quickstart's warm start."""
+    """The quickstart's decoder, on the programs' tasks."""
     folder = tmp_path_factory.mktemp("warm-start")
-    done = run_command("scalerl_jax.sft", "--config=configs/quickstart.py", f"--workdir={folder}")
+    acceptance.write_traces(folder / "traces.jsonl")
+    done = run_command(
+        "scalerl_jax.sft", "--config=configs/quickstart.py", f"--workdir={folder}",
+        f"--config.sft.traces={folder / 'traces.jsonl'}", "--config.sft.vocab_size=1024", "--config.sft.seq_len=512",
+        "--config.sft.rows_per_step=8", "--config.sft.max_steps=1200",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder / "model"
 
@@ -38,7 +43,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, model: pathlib.Path) -> Iterat
     folder = tmp_path_factory.mktemp("server")
     flags = (
         f"--model={model}", f"--workdir={folder / 'workdir'}", f"--names={acceptance.MODEL}",
-        f"--maximum_tokens={LONGEST}", "--config.learner.seq_len=256", "--config.learner.micro_batch_rows=4",
+        f"--maximum_tokens={LONGEST}", "--config.learner.seq_len=1024", "--config.learner.micro_batch_rows=2",
         "--config.fleet.servers=1", "--config.fleet.slots=32", "--config.fleet.queue=512",
     )  # fmt: skip
     program = ("-m", "scalerl_jax.tinker.command")
