@@ -1,8 +1,8 @@
 """Keys and values of all slots, one array a layer: what reads them, what changes their length, and what waits to go in.
 
 On a TPU a step writes into none of them: a scatter wants another order of their dimensions in memory than the products
-that read them, and XLA would copy every cache twice a step. So what the steps of a chunk make stands in small arrays of
-their own, at the same place for every slot, is read from there, and goes in when the chunk ends (`Held`, `merged`).
+that read them, and XLA would keep all caches twice. So what the steps of a chunk make stands in small arrays of its
+own, at the same place for every slot, is read from there, and goes in when the chunk ends (`Held`, `merged`).
 Keys are there as values are, [B, K, S, h]; elsewhere [B, K, h, S], so that a step's product need not turn them.
 
 Legend: B slots, S positions, N steps of a chunk, C tokens, K key/value heads, G query heads that share one, H = K G,
