@@ -56,8 +56,9 @@ _templates.filters |= {
 def from_template(template: str, **values: Any) -> RenderedFile:
     """A file of templates/; what it is stands in the first line of comment. template: its path there."""
     text = _templates.get_template(template).render(values)
-    text = re.sub(r"^[ \t]+\n", "", text, flags=re.MULTILINE)  # where a part was left out
     name = template.rpartition("/")[2]
+    if name.endswith(".yaml"):
+        text = re.sub(r"^[ \t]+\n", "", text, flags=re.MULTILINE)  # where a part was left out
     says = next(line for line in text.splitlines() if line.startswith("# ")).removeprefix("# ")
     return RenderedFile(name, says, text, executable=not name.endswith(".yaml"))
 
