@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 # CPU seconds: of one file, and of all files of the target.
 BUDGETS = {
     "test": (40, 620),
-    "test-full": (150, 1_680),
+    "test-full": (150, 1_720),
     "test-vllm": (100, 300),
     "test-full-vllm": (100, 120),
     "test-adapters": (60, 60),
