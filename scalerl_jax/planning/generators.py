@@ -72,7 +72,8 @@ def memory_on(machine: Machine, config: Config, decoder: DecoderConfig) -> dict[
         raise RuntimeError(f"{' '.join(command)} ended with code {done.returncode}")
     answer: dict[str, Any] = json.loads(done.stdout)
     if "error" in answer:
-        raise ValueError(f"--generator={machine.text}: {answer['error']}")
+        error = answer["error"].removeprefix(f"--topology={machine.topology}: ")
+        raise ValueError(f"--generator={machine.text}: {error}")
     return answer
 
 

@@ -228,6 +228,8 @@ def main() -> None:
         return
     if not (arguments.names and arguments.url and arguments.model and arguments.folder):
         parser.error("NAME..., --url, --model and --folder, or --traces")
+    if unknown := set(arguments.names) - PROGRAMS.keys():
+        parser.error(f"{min(unknown)} is none of {', '.join(PROGRAMS)}")
     folder = arguments.folder.absolute()
     write_folder(folder, arguments.model)
     for name in arguments.names:
