@@ -59,13 +59,13 @@ def memory_on(machine: Machine, config: Config, decoder: DecoderConfig) -> dict[
     such machine.
     """
     fleet = config.fleet
-    question = {
-        "topology": machine.text, "model": decoder.to_hf(), "slots": fleet.slots,
-        "maximum_tokens": maximum_tokens(config), "decode_chunk": fleet.decode_chunk,
+    options = {
+        "slots": fleet.slots, "maximum_tokens": maximum_tokens(config), "decode_chunk": fleet.decode_chunk,
         "compute_dtype": fleet.compute_dtype, "sync_dtype": config.model.sync_dtype,
         "head_precision": config.model.head_precision, "numerics": config.numerics,
         "router_replay": config.rollout.router_replay,
     }  # fmt: skip
+    question = {"topology": machine.text, "model": decoder.to_hf(), "options": options}
     command = [sys.executable, "-m", "rollout_server.engines.jax.plan"]
     done = subprocess.run(command, input=json.dumps(question), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

@@ -23,8 +23,8 @@ Its working memory is what the largest compiled programs need beside their argum
 chunk of fewer slots than there are, which copies their part of the cache; and one layer's cache twice, while it grows.
 
 Teacher-forced log-probabilities of given tokens: a prompt's pass through the generator's weights, of one sequence after
-another. The head is a program of its own, for a chunk of tokens: only that is compiled again for another
-number of top ids or targets.
+another. The head is a program of its own, for a chunk of tokens: only that is compiled again for another number of top
+ids or targets.
 """
 
 import asyncio

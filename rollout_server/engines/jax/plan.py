@@ -2,9 +2,10 @@
 
     python -m rollout_server.engines.jax.plan <question.json
 
-The question has the fields of `Question`. The answer is a line of JSON: `line`, with which an engine would start or end
-there, `fits`, and the numbers as `memory`; or `error`, in one line. scalerl-plan --generator starts this, since nothing
-of the trainer imports a server.
+The question has `topology`; `model`, the contents of a config.json; and `options`, the fields of EngineOptions that a
+server would be started with there, but for its folder and its queue. The answer is a line of JSON: `line`, with which
+an engine would start or end there, `fits`, and the numbers as `memory`; or `error`, in one line. scalerl-plan
+--generator starts this, since nothing of the trainer imports a server.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 
 from launch import machines
+from rollout_server.engines.engine import EngineOptions
 from rollout_server.engines.engine_memory import EngineMemory
 from rollout_server.engines.jax.engine import Scorer, of_model
 from rollout_server.engines.jax.slots import SlotPool
@@ -24,45 +26,27 @@ from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.planning import compiled
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """A machine of one device, and what scalerl-serve would be started with there."""
-
-    topology: str
-    model: dict[str, Any]  # the contents of config.json
-    slots: int
-    maximum_tokens: int
-    decode_chunk: int
-    compute_dtype: str
-    sync_dtype: str
-    head_precision: str
-    numerics: str
-    router_replay: bool
-
-
-def plan(question: Question) -> EngineMemory:
+def plan(machine: machines.Machine, config: DecoderConfig, options: EngineOptions) -> EngineMemory:
     """Of the programs those are compiled that take most: the chunk of all slots at their longest, the longest prefill
     and the longest score; none where there is too little memory without them. Raises ValueError, one line, where there
     is no such machine."""
-    config = DecoderConfig.from_hf(question.model)
-    machine = machines.parse(question.topology)
     device = compiled.devices_of(machine)[0]
-    precision = Precision(question.compute_dtype, question.sync_dtype, question.head_precision, question.numerics)
+    precision = Precision(options.compute_dtype, options.sync_dtype, options.head_precision, options.numerics)
     computing = decode_precision(precision, device.platform)
     on = jax.sharding.SingleDeviceSharding(device)
     weights = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), abstract_weights(config, precision)
     )
-    longest = min(question.maximum_tokens, config.max_positions)
+    longest = min(options.maximum_tokens, config.max_positions)
     memory = of_model(
-        config, precision, cache_dtype=computing.cache, weights=weights, slots=question.slots, longest=longest,
+        config, precision, cache_dtype=computing.cache, weights=weights, slots=options.slots, longest=longest,
         copies_are_cheap=False,
     )  # fmt: skip
     if memory.on_device > machine.chip.memory:
         return memory
     pool = SlotPool(
-        config, computing, slots=question.slots, maximum=longest, steps=question.decode_chunk,
-        router_replay=question.router_replay, allocated=False,
+        config, computing, slots=options.slots, maximum=longest, steps=options.decode_chunk,
+        router_replay=options.router_replay, allocated=False,
     )  # fmt: skip
     parts = (pool, Scorer(config, computing, longest=longest))
     memory = dataclasses.replace(memory, maximum_tokens=pool.longest)
@@ -75,15 +59,17 @@ def plan(question: Question) -> EngineMemory:
 
 
 def main() -> None:
-    question = Question(**json.load(sys.stdin))
+    question = json.load(sys.stdin)
+    machine = machines.parse(question["topology"])
+    config, options = DecoderConfig.from_hf(question["model"]), EngineOptions(model="", queue=0, **question["options"])
     try:
-        memory, limit = plan(question), machines.parse(question.topology).chip.memory
+        memory = plan(machine, config, options)
     except ValueError as error:
         answer: dict[str, Any] = {"error": str(error)}
     else:
         answer = {"memory": {**dataclasses.asdict(memory), "on_device": memory.on_device}}
         try:
-            answer |= {"fits": True, "line": memory.check(device=limit, host=None, process=0)}
+            answer |= {"fits": True, "line": memory.check(device=machine.chip.memory, host=None, process=0)}
         except ValueError as error:
             answer |= {"fits": False, "line": str(error)}
     print(json.dumps(answer))
