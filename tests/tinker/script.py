@@ -15,6 +15,8 @@ import numpy as np
 import tinker
 from tinker import types
 
+from scalerl_jax.system import ending
+
 PROMPT = [5, 6, 7]
 ADAM = types.AdamParams(learning_rate=1e-2)
 
@@ -75,8 +77,13 @@ def run(url: str) -> list[Any]:
     return found
 
 
-if __name__ == "__main__":
+def main() -> None:
     warnings.filterwarnings("ignore")
     answers = run(sys.argv[1])
     with open(sys.argv[2], "w") as file:
         json.dump(answers, file)
+
+
+if __name__ == "__main__":
+    # A daemon thread of the client may be in compiled code, where Python before 3.14 aborts as it ends.
+    ending.run(main)
