@@ -60,6 +60,12 @@ class Settings:
         check_name(self.name)
         if not self.config.model.path:
             raise ValueError("config.model.path: not given: the folder of the policy, where the run will be")
+        for name, where in self.config.distill.teachers.items() if self.trainer is not None else ():
+            if ":" not in where:  # a folder, for a server on the trainer's own machine
+                raise ValueError(
+                    f"config.distill.teachers.{name}={where}: is a folder, and a launched run takes servers: launch "
+                    f"them with --part=generators --config.model.path={where}, and give their addresses"
+                )
         if self.generator is not None and self.generator.hosts > 1:
             raise ValueError(
                 f"--generator={self.generator.text}: the devices of an engine are on one host; more generators are "

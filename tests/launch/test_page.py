@@ -1,4 +1,4 @@
-"""docs/how_to/kubernetes.md and slurm.md: their commands are taken, and print what the pages say they print."""
+"""The commands of docs/how_to/kubernetes.md, slurm.md and distillation.md are taken, and print what the pages say."""
 
 import pathlib
 import re
@@ -10,13 +10,15 @@ from tests.launch.launched import launch
 from tests.support.paths import ROOT
 
 HOW_TO = pathlib.Path(ROOT) / "docs" / "how_to"
-PAGE, SLURM = ((HOW_TO / name).read_text() for name in ("kubernetes.md", "slurm.md"))
+PAGE, SLURM, DISTILLATION = ((HOW_TO / f"{name}.md").read_text() for name in ("kubernetes", "slurm", "distillation"))
 # A whole command, and the block of its output that comes next.
-_COMMAND = r"^```sh\n(scalerl-launch (?:[^\n]*\\\n)*[^\n]*)\n```\n\n(?:prints\n\n)?```text\n(.*?)```"
-SHOWN = [shown for page in (PAGE, SLURM) for shown in re.findall(_COMMAND, page, flags=re.DOTALL | re.MULTILINE)]
+_COMMAND = re.compile(
+    r"^```sh\n(scalerl-launch (?:[^\n]*\\\n)*[^\n]*)\n```\n\n(?:prints\n\n)?```text\n(.*?)```", re.DOTALL | re.MULTILINE
+)
+SHOWN = [shown for page in (PAGE, SLURM, DISTILLATION) for shown in _COMMAND.findall(page)]
 
 
-@pytest.mark.parametrize(("command", "output"), SHOWN, ids=["kubernetes", "slurm"])
+@pytest.mark.parametrize(("command", "output"), SHOWN, ids=["kubernetes", "slurm", "teachers"])
 def test_a_launch_prints_what_the_page_shows(command: str, output: str, tmp_path: pathlib.Path) -> None:
     (tmp_path / "configs").symlink_to(pathlib.Path(ROOT) / "configs")
     for file in ("token", "a.pem", "c.pem", "k.pem"):

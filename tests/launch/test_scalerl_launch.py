@@ -55,6 +55,10 @@ from tests.launch.launched import KUBERNETES, SLURM, launch
         (("--target=kubernetes", "--trainer=cpu"), "--config: no config file given"),
         ((*KUBERNETES, "--grace_seconds=1"), "grace_seconds"),
         ((*KUBERNETES, "--config.model.path="), "config.model.path: not given"),
+        (
+            (*SLURM, "--config.objective.distill=sampled", '--config.distill.teachers={"one": "models/one"}'),
+            "config.distill.teachers.one=models/one: is a folder, and a launched run takes servers",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_no_file(flags: tuple[str, ...], said: str, tmp_path: pathlib.Path) -> None:
