@@ -302,6 +302,8 @@ class LoraConfig:
 class OptimizerConfig:
     learning_rate: Positive[float] = 5e-7  # Learning rate of AdamW, constant after the warm-up.
     warmup_steps: NotNegative[int] = 100  # Steps of the linear warm-up.
+    # Steps after the warm-up in which the learning rate falls linearly to 0. 0: it stays constant.
+    decay_steps: NotNegative[int] = 0
     beta1: Annotated[float, AtLeast(0, below=1)] = 0.9  # Decay of the mean of the gradients.
     beta2: Annotated[float, AtLeast(0, below=1)] = 0.95  # Decay of the mean of their squares.
     epsilon: Positive[float] = 1e-15  # Added to the root of the mean of squares.

@@ -90,6 +90,13 @@ def check(config: Config) -> None:
             f"config.objective.tis_cap={config.objective.tis_cap:g}: config.objective.loss=cispo has a "
             f"cap on the ratio already, config.objective.max_ratio={config.objective.max_ratio:g}: lower that"
         )
+    last = config.optimizer.warmup_steps + config.optimizer.decay_steps
+    if config.optimizer.decay_steps and config.max_steps > last:
+        raise ConfigError(
+            f"config.max_steps={config.max_steps}: from step {last} on the learning rate is 0, by "
+            f"config.optimizer.warmup_steps={config.optimizer.warmup_steps} and "
+            f"config.optimizer.decay_steps={config.optimizer.decay_steps}"
+        )
     if config.lora.adapter and not config.lora.rank:
         raise ConfigError("config.lora.adapter: requires config.lora.rank, the adapter's")
     if config.objective.reward_weight == 0 and config.objective.distill == "none":

@@ -1,5 +1,7 @@
 """AdamW as the paper runs it: constant rate after a linear warm-up, epsilon 1e-15, float32 masters and moments.
 
+With decay_steps the rate falls linearly to 0 behind the warm-up, as other trainers have it.
+
 The rate, the decays and the other numbers of a step are arguments of the compiled step, so another rate compiles
 nothing. Weight decay leaves biases and the norms' scales alone (the paper does not say). The warm-up counts optimizer
 steps, so a batch with no surviving prompt does not advance it.
@@ -99,8 +101,11 @@ def init(params: Params) -> optax.OptState:
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> float:
-    """Of the step after `steps`: constant after a linear warm-up."""
-    return config.learning_rate * min(1.0, (steps + 1) / max(1, config.warmup_steps))
+    """Of the step after `steps`: constant after a linear warm-up, or falling linearly to 0 over decay_steps."""
+    rate = config.learning_rate * min(1.0, (steps + 1) / max(1, config.warmup_steps))
+    if not config.decay_steps:
+        return rate
+    return rate * min(1.0, max(0.0, 1 - (steps - config.warmup_steps) / config.decay_steps))
 
 
 def step_scale(config: OptimizerConfig, effective_sample_size: float) -> float:

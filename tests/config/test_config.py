@@ -168,6 +168,10 @@ def test_an_ill_typed_value_in_a_file_is_named(tmp_path, line, message):
             "numerics=bitwise fleet.compute_dtype=bfloat16 model.compute_dtype=float32",
             "config.fleet.compute_dtype=bfloat16: config.numerics=bitwise requires that of the trainer, float32",
         ),
+        (
+            "max_steps=31 optimizer.warmup_steps=10 optimizer.decay_steps=20",
+            "config.max_steps=31: from step 30 on the learning rate is 0, by config.optimizer.warmup_steps=10",
+        ),
         ("objective.icepop_low=0.5", "config.objective.icepop_low=0.5: must not be above config.objective.icepop_high"),
     ],
 )

@@ -59,8 +59,11 @@ def test_few_effective_completions_make_a_small_step(share, wanted):
 
 
 def rate(config: OptimizerConfig, step: int) -> float:
-    """Of the update with this number, from 1: linear over the warm-up's updates, then constant."""
-    return config.learning_rate * min(1.0, step / config.warmup_steps) if config.warmup_steps else config.learning_rate
+    """Of the update with this number, from 1: linear over the warm-up's updates, then constant, or linear to 0."""
+    if step <= config.warmup_steps:
+        return config.learning_rate * step / config.warmup_steps
+    last = config.warmup_steps + config.decay_steps
+    return config.learning_rate * (max(0, last + 1 - step) / config.decay_steps if config.decay_steps else 1)
 
 
 def loop(config: OptimizerConfig) -> list[dict[str, np.ndarray]]:
@@ -113,6 +116,7 @@ CONFIGS = {
     "clipped": OptimizerConfig(
         learning_rate=1e-2, warmup_steps=3, beta1=0.8, beta2=0.99, epsilon=1e-6, max_grad_norm=2.0
     ),
+    "decay": OptimizerConfig(learning_rate=1e-2, warmup_steps=3, decay_steps=14),
 }
 
 
