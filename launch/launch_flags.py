@@ -2,102 +2,134 @@
 
 from absl import flags
 
-TARGET = flags.DEFINE_enum("target", None, ["kubernetes", "slurm"], "Where the run goes.", required=True)
-OUT = flags.DEFINE_string("out", "", "Folder to make; default: NAME-TARGET here.")
-DRY_RUN = flags.DEFINE_bool("dry_run", False, "Only write the files; without it they are applied (kubectl, sbatch).")
-NAME = flags.DEFINE_string("name", "", "Of the run, in all that is made; default: the config file's.")
-PART = flags.DEFINE_enum("part", "all", ["all", "trainer", "generators"], "One of the two, where they are apart.")
+TARGET = flags.DEFINE_enum("target", None, ["kubernetes", "slurm"], "Where the run is launched.", required=True)
+OUT = flags.DEFINE_string("out", "", "Folder to write. Default: NAME-TARGET here.")
+DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "Only write the files. Without it they are applied too, by kubectl or sbatch."
+)
+NAME = flags.DEFINE_string(
+    "name", "", "Name of the run, part of the name of everything it makes. Default: the config file's."
+)
+PART = flags.DEFINE_enum(
+    "part", "all", ["all", "trainer", "generators"], "all, or one of the two if they run in different places."
+)
 WORKDIR = flags.DEFINE_string(
-    "workdir", "", "Folder of the run: under /runs of the volume (kubernetes), on the shared file system (slurm); "
-    "default: runs/NAME.",
+    "workdir", "", "Folder of the run: under /runs of the volume (kubernetes), or on the shared file system (slurm). "
+    "Default: runs/NAME.",
 )  # fmt: skip
 
 _MACHINE = "v5p:4x4x4 (a TPU slice), h200:2x8 (two nodes of 8 GPUs) or cpu:1."
 TRAINER = flags.DEFINE_string("trainer", "", f"What the trainer runs on: {_MACHINE}")
 GENERATOR = flags.DEFINE_string("generator", "", "What one generator runs on: h100:2 (tensor-parallel over 2), cpu.")
-GENERATORS = flags.DEFINE_integer("generators", 1, "How many.", lower_bound=1)
-ENGINE = flags.DEFINE_enum("engine", "", ["", "jax", "vllm"], "Of the generators; default: vllm on GPUs, else jax.")
+GENERATORS = flags.DEFINE_integer("generators", 1, "Number of generators.", lower_bound=1)
+ENGINE = flags.DEFINE_enum(
+    "engine", "", ["", "jax", "vllm"], "Engine of the generators. Default: vllm on GPUs, else jax."
+)
 SERVERS = flags.DEFINE_string(
-    "servers", "", "With --part=trainer: its generators, as scalerl-train has it: dns:///name:port, ..."
+    "servers", "", "With --part=trainer: the generators, as scalerl-train takes them, such as dns:///name:port."
 )
 GRACE = flags.DEFINE_integer(
-    "grace_seconds", 300, "That the trainer has to save after SIGTERM; it leaves as soon as it has.", 15, 7200
+    "grace_seconds", 300, "Seconds that the trainer has to save after SIGTERM; it exits as soon as it has.", 15, 7200
 )
 MAX_RESTARTS = flags.DEFINE_integer(
-    "max_restarts", 20, "Of the trainer after failures; preemptions are not counted.", lower_bound=0
+    "max_restarts", 20, "Most restarts of the trainer after failures. Preemptions do not count.", lower_bound=0
 )
-TRAINER_ENV = flags.DEFINE_list("trainer_env", [], "NAME=VALUE,... of the trainer's environment (NCCL, proxies).")
-GENERATOR_ENV = flags.DEFINE_list("generator_env", [], "NAME=VALUE,... of the generators' environment.")
+TRAINER_ENV = flags.DEFINE_list(
+    "trainer_env", [], "Environment variables of the trainer, NAME=VALUE,... (NCCL, proxies)."
+)
+GENERATOR_ENV = flags.DEFINE_list("generator_env", [], "Environment variables of the generators, NAME=VALUE,...")
 INSECURE = flags.DEFINE_bool(
     "insecure", False, "No TLS and no token: every client that reaches a generator may replace its weights."
 )
 TOKEN_FILE = flags.DEFINE_string(
-    "token_file", "", "With the token that every call carries (slurm: on the shared file system); kubernetes makes one."
-)
+    "token_file", "", "File with the token that every call carries (slurm: on the shared file system). Kubernetes "
+    "makes one if it is not given.",
+)  # fmt: skip
 TLS_AUTHORITY = flags.DEFINE_string(
-    "tls_authority", "", "PEM of who signs the generators' certificates; kubernetes: with --part=trainer."
-)
+    "tls_authority", "", "PEM file of the authority that signs the generators' certificates. Kubernetes: only with "
+    "--part=trainer.",
+)  # fmt: skip
 
 # Kubernetes alone.
 TRAINER_IMAGE = flags.DEFINE_string("trainer_image", "", "Container image of the trainer.")
 GENERATOR_IMAGE = flags.DEFINE_string("generator_image", "", "Container image of the generators.")
-NAMESPACE = flags.DEFINE_string("namespace", "default", "That all of it is in; made where it is missing.")
+NAMESPACE = flags.DEFINE_string("namespace", "default", "Namespace of everything; made if it is missing.")
 TRAINER_KIND = flags.DEFINE_enum(
-    "trainer_kind", "jobset", ["jobset", "lws"], "A JobSet, or a LeaderWorkerSet where that is what is installed."
+    "trainer_kind", "jobset", ["jobset", "lws"], "Run the trainer as a JobSet or as a LeaderWorkerSet."
 )
-SLICES = flags.DEFINE_integer("slices", 1, "TPU slices of the trainer, each one --trainer.", lower_bound=1)
-STORAGE_CLASS = flags.DEFINE_string("storage_class", "", "Of the volumes; default: the cluster's.")
-STORAGE_SIZE = flags.DEFINE_string("storage_size", "1Ti", "Of the volume with the run folder.")
-MODELS_SIZE = flags.DEFINE_string("models_size", "200Gi", "Of the volume with models and data sets.")
-RUNS_CLAIM = flags.DEFINE_string("runs_claim", "", "A PersistentVolumeClaim for /runs that is there; none is made.")
-MODELS_CLAIM = flags.DEFINE_string("models_claim", "", "Likewise for /models.")
-HUB_MODEL = flags.DEFINE_string("hub_model", "", "Model of the hub that a Job brings to /models, as Qwen/Qwen3-8B.")
-HUB_DATASET = flags.DEFINE_string("hub_dataset", "", "Data set of the hub that the same Job brings.")
+SLICES = flags.DEFINE_integer("slices", 1, "TPU slices of the trainer, each as large as --trainer.", lower_bound=1)
+STORAGE_CLASS = flags.DEFINE_string("storage_class", "", "Storage class of the volumes. Default: the cluster's.")
+STORAGE_SIZE = flags.DEFINE_string("storage_size", "1Ti", "Size of the volume with the run folder.")
+MODELS_SIZE = flags.DEFINE_string("models_size", "200Gi", "Size of the volume with models and data sets.")
+RUNS_CLAIM = flags.DEFINE_string("runs_claim", "", "Existing PersistentVolumeClaim for /runs. Default: one is made.")
+MODELS_CLAIM = flags.DEFINE_string(
+    "models_claim", "", "Existing PersistentVolumeClaim for /models. Default: one is made."
+)
+HUB_MODEL = flags.DEFINE_string(
+    "hub_model", "", "Model of the Hugging Face hub that a Job downloads to /models, such as Qwen/Qwen3-8B."
+)
+HUB_DATASET = flags.DEFINE_string("hub_dataset", "", "Data set of the hub that the same Job downloads.")
 ISSUER = flags.DEFINE_string(
-    "issuer", "", "KIND/NAME of a cert-manager issuer that is there; default: an authority of the run's own."
+    "issuer", "", "Existing cert-manager issuer, KIND/NAME. Default: an authority of this run alone."
 )
 TRAINER_NODES = flags.DEFINE_list(
-    "trainer_nodes", [], "LABEL=VALUE,... of the trainer's nodes, for those of --trainer."
+    "trainer_nodes", [], "Labels of the trainer's nodes, LABEL=VALUE,..., in place of those of --trainer."
 )
-GENERATOR_NODES = flags.DEFINE_list("generator_nodes", [], "LABEL=VALUE,... of the generators' nodes.")
-TRAINER_RESOURCES = flags.DEFINE_list("trainer_resources", [], "cpu=8,memory=64Gi of each host; default: no request.")
-GENERATOR_RESOURCES = flags.DEFINE_list("generator_resources", [], "cpu=8,memory=64Gi of each; default: no request.")
+GENERATOR_NODES = flags.DEFINE_list(
+    "generator_nodes", [], "Labels of the generators' nodes, LABEL=VALUE,..., in place of those of --generator."
+)
+TRAINER_RESOURCES = flags.DEFINE_list(
+    "trainer_resources", [], "Resources of each trainer host, such as cpu=8,memory=64Gi. Default: no request."
+)
+GENERATOR_RESOURCES = flags.DEFINE_list(
+    "generator_resources", [], "Resources of each generator, such as cpu=8,memory=64Gi. Default: no request."
+)
 AUTOSCALE = flags.DEFINE_enum(
-    "autoscale", "none", ["none", "hpa", "keda"], "Generators come and go, so that most of their slots are busy."
+    "autoscale", "none", ["none", "hpa", "keda"], "Start and stop generators so that most of their slots are busy."
 )
-MAXIMUM_GENERATORS = flags.DEFINE_integer("maximum_generators", 0, "With --autoscale; --generators is the least.", 0)
+MAXIMUM_GENERATORS = flags.DEFINE_integer(
+    "maximum_generators", 0, "With --autoscale: most generators. --generators is the least.", 0
+)
 BUSY_TARGET = flags.DEFINE_float(
-    "busy_target", None, "With --autoscale: the share of the generators' slots that is to be busy; default: 0.8.", 0.1,
-    0.9,
-)  # fmt: skip
+    "busy_target", None, "With --autoscale: share of the generators' slots to keep busy. Default: 0.8.", 0.1, 0.9
+)
 PROMETHEUS = flags.DEFINE_string(
-    "prometheus", "http://prometheus-server.monitoring.svc", "With --autoscale=keda: where the metrics are asked for."
+    "prometheus", "http://prometheus-server.monitoring.svc", "With --autoscale=keda: address of the Prometheus server."
 )
 
 # Slurm alone.
-PARTITION = flags.DEFINE_string("partition", "", "Of the trainer; default: the cluster's.")
-GENERATOR_PARTITION = flags.DEFINE_string("generator_partition", "", "Of the generators; default: --partition.")
-ACCOUNT = flags.DEFINE_string("account", "", "That the jobs are booked on.")
-TIME = flags.DEFINE_string("time", "24:00:00", "Limit of one job; the trainer is queued again when it is up.")
-TRAINER_CPUS = flags.DEFINE_integer(
-    "trainer_cpus", 0, "CPUs of each node of the trainer; default: all, the nodes are its alone.", lower_bound=0
+PARTITION = flags.DEFINE_string("partition", "", "Partition of the trainer. Default: the cluster's.")
+GENERATOR_PARTITION = flags.DEFINE_string(
+    "generator_partition", "", "Partition of the generators. Default: --partition."
 )
-TRAINER_MEMORY = flags.DEFINE_string("trainer_memory", "0", "Memory of each of its nodes, as 512G; 0: all.")
+ACCOUNT = flags.DEFINE_string("account", "", "Account that the jobs are charged to.")
+TIME = flags.DEFINE_string("time", "24:00:00", "Time limit of a job. The trainer is queued again when its time is up.")
+TRAINER_CPUS = flags.DEFINE_integer(
+    "trainer_cpus", 0, "CPUs of each node of the trainer. Default: all of them, on nodes of its own.", lower_bound=0
+)
+TRAINER_MEMORY = flags.DEFINE_string(
+    "trainer_memory", "0", "Memory of each node of the trainer, such as 512G; 0: all of it."
+)
 GENERATOR_CPUS = flags.DEFINE_integer(
-    "generator_cpus", 0, "CPUs of a generator; default: the cluster's.", lower_bound=0
+    "generator_cpus", 0, "CPUs of a generator. Default: the cluster's.", lower_bound=0
 )
 GENERATOR_MEMORY = flags.DEFINE_string(
-    "generator_memory", "", "Memory of a generator, as 128G; default: the cluster's."
+    "generator_memory", "", "Memory of a generator, such as 128G. Default: the cluster's."
 )
 TRAINER_SBATCH = flags.DEFINE_multi_string(
-    "trainer_sbatch", [], "An option of sbatch for the trainer, as in --trainer_sbatch=--qos=long"
+    "trainer_sbatch", [], "Further option of sbatch for the trainer, as in --trainer_sbatch=--qos=long; may be "
+    "repeated.",
+)  # fmt: skip
+GENERATOR_SBATCH = flags.DEFINE_multi_string(
+    "generator_sbatch", [], "Further option of sbatch for the generators; may be repeated."
 )
-GENERATOR_SBATCH = flags.DEFINE_multi_string("generator_sbatch", [], "Likewise for the generators")
-SETUP = flags.DEFINE_string("setup", "", "Shell line before the trainer, as in 'source ~/trainer/bin/activate'.")
-GENERATOR_SETUP = flags.DEFINE_string("generator_setup", "", "Likewise before a generator.")
-TLS_CERTIFICATE = flags.DEFINE_string("tls_certificate", "", "PEM of the generators' certificate.")
-TLS_KEY = flags.DEFINE_string("tls_key", "", "PEM of its private key.")
-TLS_NAME = flags.DEFINE_string("tls_name", "", "That the certificate carries; default: each host's own.")
+SETUP = flags.DEFINE_string(
+    "setup", "", "Shell line that runs before the trainer, such as 'source ~/trainer/bin/activate'."
+)
+GENERATOR_SETUP = flags.DEFINE_string("generator_setup", "", "Shell line that runs before a generator.")
+TLS_CERTIFICATE = flags.DEFINE_string("tls_certificate", "", "PEM file of the generators' certificate.")
+TLS_KEY = flags.DEFINE_string("tls_key", "", "PEM file of its private key.")
+TLS_NAME = flags.DEFINE_string("tls_name", "", "Name in the generators' certificate. Default: each host's own.")
 
 # What the other target does not read.
 ONLY = {

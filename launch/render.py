@@ -1,14 +1,14 @@
-r"""scalerl-launch: a config and the machines for it become the files of a launch, and are applied.
+r"""scalerl-launch: writes the files that run a config on a cluster, and applies them.
 
     scalerl-launch --target=kubernetes --config=configs/scalerl_8b.py --trainer=v5p:4x4x4 --generator=h100:1 \
         --generators=64 --trainer_image=IMAGE --generator_image=IMAGE --dry_run
     scalerl-launch --target=slurm --config=configs/scalerl_8b.py --trainer=h200:2x8 --generator=h200:1 --generators=16 \
         --token_file=F --tls_certificate=F --tls_key=F --tls_authority=F --dry_run
 
-The files are written whole into --out; with --dry_run that is all, else apply.sh (kubectl) or submit.sh (sbatch) among
-them is run. Flags from --trainer_image to --prometheus go with kubernetes, from --partition to --tls_name with slurm.
-Every field of the config is a flag here too, as in --config.model.path=models/mine. docs/how_to/kubernetes.md goes
-through a launch in order.
+The files are written whole into --out. Without --dry_run, apply.sh (kubectl) or submit.sh (sbatch) among them is then
+run. Flags from --trainer_image to --prometheus are for kubernetes, from --partition to --tls_name for slurm. Every
+field of the config is a flag too, as in --config.model.path=models/mine. docs/how_to/kubernetes.md describes a launch
+step by step.
 """
 
 import dataclasses

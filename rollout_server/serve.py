@@ -3,17 +3,17 @@
     scalerl-serve --engine=jax --model=DIR --port=N       sample from the policy in a Hugging Face folder
     scalerl-serve --engine=vllm --model=DIR --port=N      the same by vLLM, in an environment without jax
 
-From the flags it builds an engine (engines/*/make.py), puts the contract, health checks and reflection in front of it
-(service.py), and serves until SIGTERM, SIGINT or, with --exit_with_parent, the end of its standard input. It then
-finishes nothing: it turns NOT_SERVING, ends the calls with UNAVAILABLE (a trainer asks for them elsewhere) and exits 0.
-Bad flags end it with one line on stderr and exit code 2.
+It builds an engine from the flags (engines/*/make.py), serves the contract, health checks and reflection in front of it
+(service.py), and stops at SIGTERM, SIGINT or, with --exit_with_parent, the end of standard input. It then finishes
+nothing: it reports NOT_SERVING, ends the calls with UNAVAILABLE (a trainer asks another server) and exits with code 0.
+Wrong flags end it with one line on stderr and exit code 2.
 
-A client that may call it can replace its weights:
+Every client that may call it can replace its weights:
 
-    loopback                 anything goes: plain, a token, TLS
+    loopback                 no TLS and no token required
     any other --host         TLS and a token, or --insecure
 
-With --tls_client_authority a client must show a certificate too, beside the token.
+With --tls_client_authority a client must show a certificate as well as the token.
 """
 
 import asyncio

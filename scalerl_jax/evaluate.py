@@ -1,13 +1,13 @@
-"""scalerl-eval: how often policies answer held-out prompts right: mean@k, pass@k, majority@k, lengths.
+"""scalerl-eval: evaluates policies on held-out prompts: mean@k, pass@k, majority@k and lengths.
 
     scalerl-eval --model=DIR --environment=math500 [--samples=16] [--servers=host:port,...] [--out=DIR]
     scalerl-eval --config=configs/quickstart.py --model=policy
     scalerl-eval --workdir=runs/quickstart [--steps=all|last|0,40,80]
 
-The policy is a model folder, or each of a run's checkpoints, whose rows make one curve. Prompts, sampling and scoring
-are those of a run's own evaluations, with the same config the same completions. Without --environment the held-out
-prompts are the config's. Without --config the config is the run's, or the defaults; --config.a.b=v changes any field.
-Every completion is written down as it comes; the same command goes on where it was killed.
+The policy is a model folder, or each checkpoint of a run, whose rows make one curve. Prompts, sampling and scoring are
+those of a run's own evaluations: the same config gives the same completions. Without --environment the held-out prompts
+are the config's. Without --config the config is the run's, or the defaults; --config.a.b=v changes any field.
+Every completion is saved as it arrives, and the same command continues after a kill.
 """
 
 import collections

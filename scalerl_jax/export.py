@@ -1,14 +1,14 @@
-"""scalerl-export: the policy of a run as a Hugging Face folder that transformers and vLLM load.
+"""scalerl-export: writes the policy of a run as a Hugging Face folder, which transformers and vLLM load.
 
     scalerl-export --workdir=runs/quickstart --out=exported [--dtype=float32|bfloat16] [--model=DIR] [--adapter]
 
-Reads only the parameters, from the newest checkpoint that is whole; a run that goes on is not disturbed. The weights
-are written in the dtype that the generators sample with (config.model.sync_dtype), so the folder is the policy that was
+Only the parameters are read, from the newest complete checkpoint; a running trainer is not disturbed. The weights are
+written in the dtype that the generators sample with (config.model.sync_dtype), so the folder is the policy that was
 trained and evaluated, unless --dtype says otherwise. The tokenizer is that of the model the run started from; --model
 says where that is, if it has moved.
 
-Of a run with an adapter (config.lora) the folder is the merged policy; with --adapter it is the adapter alone, in
-float32, as PEFT has it.
+For a run with an adapter (config.lora) the folder is the merged policy; with --adapter it is the adapter alone, in
+float32 and in PEFT's form.
 """
 
 import os

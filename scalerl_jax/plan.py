@@ -1,14 +1,14 @@
-"""scalerl-plan: what a run needs and makes on machines that are not here, before they are rented.
+"""scalerl-plan: the memory, time and cost of a run on machines that you have not rented yet.
 
     scalerl-plan --config=configs/scalerl_8b.py --topology=v5p:4x4x4 [--slices=2] [--model_config=FILE] [--out=FILE]
                  [--generator=h100:1] [--generator_tokens_per_second=2500] [--price_per_chip_hour=4.2] [--explain]
                  [--fit=fit.json --target=0.55]
 
-The very update that scalerl-train runs is compiled for the TPUs (scalerl-jax[plan]) or GPUs (make plan-packages-gpu)
-named, of which none is needed; where CUDA's compiler is not installed GPUs are planned by formula. Said are bytes on a
-device beside what there is, what devices send each other by mesh axis, the least time of a step and what binds it, the
-generators that keep it fed, device-hours and money. Where it does not fit, the nearest mesh, micro-batch or remat that
-does is searched. The policy's weights need not be there.
+The update that scalerl-train runs is compiled for the named TPUs (scalerl-jax[plan]) or GPUs (make plan-packages-gpu);
+none has to be present. Without CUDA's compiler, GPUs are planned by formula. It prints the bytes on a device beside
+what the device has, what devices send each other by mesh axis, the least time of a step and what bounds it, the number
+of generators that keep the trainer busy, device-hours and cost. If the run does not fit, it searches the nearest mesh,
+micro-batch or remat that does. The policy's weights are not needed.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""scalerl-sft: the supervised warm start, from a user's traces or from those of the environments that make their own.
+"""scalerl-sft: the supervised warm start, from your traces or from those that an environment makes.
 
     scalerl-sft --config=configs/quickstart.py --workdir=runs/quickstart-warm-start [--config.a.b=v]
 
@@ -8,13 +8,13 @@
 Trains a new decoder (config.sft.model_file, or the sizes in config.sft) with a tokenizer made from its traces, or the
 policy in config.sft.model_path, and writes WORKDIR/model: a Hugging Face folder, whole or not at all. Prompts of files
 are rendered as config.environment says, or as all parts of a mixture do; those of environments as each of them does.
-Everything random is a function of (seed, update), so a run killed and started again goes on and ends with the model it
-would have made. The evaluation before the first update is the row of step 0 in metrics.jsonl.
+Everything random is a function of (seed, update), so a run that is killed and started again ends with the same model.
+The evaluation before the first update is the row of step 0 in metrics.jsonl.
 
-The workdir remembers only the fields that the warm start depends on: others may change, and the model stays. Where one
-of them is changed on purpose (--allow), it goes on from the newest checkpoint and replaces the model at the end.
+The workdir records only the fields that the warm start depends on; others may change, and the model stays. If one of
+them is changed on purpose (--allow), training continues from the newest checkpoint and replaces the model at the end.
 
-Left out on purpose: an evaluation of answers; scalerl-train makes one at step 0.
+Answers are not evaluated here; scalerl-train does that at step 0.
 """
 
 import contextlib

@@ -1,13 +1,13 @@
-"""scalerl-train: trains a policy with the ScaleRL recipe, or goes on where a run stopped.
+"""scalerl-train: trains a policy with the ScaleRL recipe, or continues a run that stopped.
 
     scalerl-train --config=configs/quickstart.py --workdir=runs/quickstart [--config.a.b=v]
                   [--servers=host:port,... | file:PATH | dns:///name:port]
 
-On several hosts the same command runs on each; the first of them is what follows, and the others do on their devices
-what it tells them (hosts/).
+On several hosts the same command runs on each. The first one runs what is below; the others compute their part of each
+step on their own devices (hosts/).
 
 Batch b is trained on when the policy is version b, and makes version b + 1. Section 5 is the loop over batches.
-Without --servers, local ones are started and supervised as config.fleet says.
+Without --servers, local rollout servers are started and supervised as config.fleet says.
 """
 
 import contextlib
@@ -309,7 +309,7 @@ def train(config: Config) -> None:
                 saving.save_if_due()
 
     # ---- 6. What came of it ------------------------------------------------------------------------------------------
-    signals.expect("interrupted: the run is finished; the same command shows what came of it")
+    signals.expect("interrupted: the run is finished; the same command shows its results")
     signals.be(signals.EXIT)
     summary.show(FLAGS.workdir)
 

@@ -1,24 +1,23 @@
-"""scalerl-verify: judges completions in a file as a run would, and shows why: a dry run before the money is spent.
+"""scalerl-verify: scores completions of a file as a run would, and shows why: a dry run that costs nothing.
 
     scalerl-verify [LAYOUT:]ANSWERS.jsonl [--config=F.py | --environment=math] [--config.a.b=v] [--out=SCORES.jsonl]
     scalerl-verify --prompts=3 --config=F.py [--config.a.b=v]
 
-A row of the file (JSONL, JSON, CSV, Parquet; several files may be given) has a "completion" and what the environment's
-rows have: "answer", "task", "tests" and "prompt" under the names of config.environment.columns, or of a layout as in
-config.environment.train, and any other column that the score wants. What the score does without may be missing. In a
-mixture "environment" says which one the row is of.
+A row of the file (JSONL, JSON, CSV, Parquet; several files may be given) has a "completion" and the columns of the
+environment's rows: "answer", "task", "tests" and "prompt" under the names of config.environment.columns, or of a layout
+as in config.environment.train, and any other column that the score needs. Columns that it does not need may be missing.
+In a mixture "environment" names the row's environment.
 
-The scorer is the run's own, with its processes and limits: config.environment.verifier_processes rows are judged at a
-time. A completion may be whole or only what follows the thinking (--thinking). With --config its thinking is told from
-its answer as in a run: where there is no thinking budget, by what the rendered prompt ends in. Without --config the
-environment is math, and prompts are not looked at. A length penalty is left out: it is of tokens, and there is text.
+The scorer is the run's own, with its processes and limits: config.environment.verifier_processes rows are scored at a
+time. A completion may be whole, or only what follows the thinking (--thinking). With --config, thinking and answer are
+separated as in a run: without a thinking budget, by how the rendered prompt ends. Without --config the environment is
+math, and prompts are not read. There is no length penalty: it counts tokens, and the file has text.
 
-Printed: a table of rows (--show), the share that is correct, the mean reward and every metric's, and the time that a
-score took. --out writes all rows with their scores, whole or not at all. Where no row could be scored the exit code
-is 1.
+It prints a table of rows (--show), the share that is correct, the mean of the reward and of every metric, and the time
+of a score. --out writes all rows with their scores, whole or not at all. The exit code is 1 if no row could be scored.
 
---prompts shows what a run with this config would ask, and starts none: what is left out of the rows, how many tokens
-prompts have, the tokens that end a completion, and the first prompts as they are rendered.
+--prompts shows what a run with this config would ask, and starts none: which rows are left out, how many tokens prompts
+have, the tokens that end a completion, and the first prompts as they are rendered.
 """
 
 import concurrent.futures

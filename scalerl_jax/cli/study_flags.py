@@ -5,28 +5,28 @@ import re
 from absl import flags
 
 FOR_LAUNCH: list[str] = []  # with --render: the flags that are not the study's but scalerl-launch's
-STUDY = flags.DEFINE_list("study", [], "Studies of --studies, by name, with commas between.")
+STUDY = flags.DEFINE_list("study", [], "Names of studies in --studies, with commas between.")
 BASE = flags.DEFINE_string("base", "", "Python file whose get_config() returns the base of all members.")
 STUDIES = flags.DEFINE_string(
-    "studies", "", "Python file whose STUDIES makes the members from the base; default: ablations.py beside --base or "
+    "studies", "", "Python file whose STUDIES make the members from the base. Default: ablations.py beside --base or "
     "above it, else configs/ablations.py.",
 )  # fmt: skip
-WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the study; a study found there goes on.", required=True)
-SEEDS = flags.DEFINE_integer("seeds", 1, "Runs of each member, with its seed and the ones after it.", lower_bound=1)
-MEMBERS = flags.DEFINE_list("members", [], "Members to run, by name; none: all.")
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the study. A study found there is continued.", required=True)
+SEEDS = flags.DEFINE_integer("seeds", 1, "Runs of each member, with its seed and the following ones.", lower_bound=1)
+MEMBERS = flags.DEFINE_list("members", [], "Names of the members to run. Empty: all.")
 PARALLEL = flags.DEFINE_integer(
-    "parallel", 1, "Members at a time, each on its share of the cores and of the GPUs.", lower_bound=1
+    "parallel", 1, "Members that run at a time, each on its share of the cores and GPUs.", lower_bound=1
 )
 RENDER = flags.DEFINE_enum(
-    "render", "", ["", "kubernetes", "slurm"], "Write the launch files of every member in the place of running it; the "
-    "flags of scalerl-launch go with it.",
+    "render", "", ["", "kubernetes", "slurm"], "Write launch files for every member instead of running it; takes the "
+    "flags of scalerl-launch too.",
 )  # fmt: skip
-RESULTS_ONLY = flags.DEFINE_bool("results_only", False, "Run nothing: tell what came of what has run by now.")
+RESULTS_ONLY = flags.DEFINE_bool("results_only", False, "Run nothing; print the results of the runs so far.")
 X = flags.DEFINE_string(
-    "x", "typical_hours", "Compute: typical_hours (step times a run's median device_hours a step) or a column of "
-    "evals.jsonl, such as device_hours, model_flops, step.",
+    "x", "typical_hours", "Compute: typical_hours (steps times the run's median device_hours of a step), or a column "
+    "of evals.jsonl such as device_hours, model_flops or step.",
 )  # fmt: skip
-BASELINE = flags.DEFINE_string("baseline", "", "Member that the others are compared with; default: a study's first.")
+BASELINE = flags.DEFINE_string("baseline", "", "Member that the others are compared with. Default: the study's first.")
 
 
 def move_launch_flags(argv: list[str]) -> None:

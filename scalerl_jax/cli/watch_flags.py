@@ -2,7 +2,7 @@
 
 from absl import flags
 
-WATCH = flags.DEFINE_bool("watch", False, "Draw again whenever an evaluation arrives, until the run has ended.")
+WATCH = flags.DEFINE_bool("watch", False, "Draw again after each evaluation, until the run has ended.")
 WATCH_EVERY = flags.DEFINE_float(
-    "watch_every", 5.0, "Seconds between two looks at the files watched.", lower_bound=0.1, upper_bound=3600.0
+    "watch_every", 5.0, "Seconds between two reads of the files.", lower_bound=0.1, upper_bound=3600.0
 )

@@ -1,17 +1,18 @@
-"""scalerl-gateway: OpenAI's and Anthropic's HTTP wire over rollout servers, with every session recorded as tokens.
+"""scalerl-gateway: serves OpenAI's and Anthropic's HTTP API from rollout servers; every session is recorded.
 
     scalerl-gateway --model=DIR [--servers=host:port,...] [--port=8000] [--journal=DIR] [--config.a.b=v]
 
-The base URL of an OpenAI client is http://HOST:PORT/v1, of an Anthropic client http://HOST:PORT; with /s/NAME behind
-the port what they ask is the session NAME, whose tokens, log-probabilities and versions /sessions/NAME/trace has.
-Without --servers local ones are started with the weights in --model, as many as config.fleet says. Of the config fleet,
-seed, rollout.end_of_thinking and environment.template_arguments are read. It serves until SIGTERM or Ctrl-C.
+The base URL of an OpenAI client is http://HOST:PORT/v1, of an Anthropic client http://HOST:PORT. With /s/NAME behind
+the port its calls belong to the session NAME, and /sessions/NAME/trace returns the session's tokens, log-probabilities
+and versions. Without --servers, local servers are started with the weights in --model, as many as config.fleet says.
+Of the config only fleet, seed, rollout.end_of_thinking and environment.template_arguments are read. It serves until
+SIGTERM or Ctrl-C.
 
-    loopback                 anything goes
-    any other --host         --token_file, and TLS; or --insecure
+    loopback                 no TLS and no token required
+    any other --host         --token_file and TLS, or --insecure
 
-With --journal each session is a file there, written before a call is answered: the same command goes on with it, and
-answers from it what it has answered before.
+With --journal each session is a file there, written before a call is answered. The same command continues from these
+files, and answers repeated calls from them.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""scalerl-report: a run, or several beside each other, as one HTML file that needs no network.
+"""scalerl-report: shows a run, or several side by side, in one HTML file that needs no network.
 
     scalerl-report runs/quickstart                          writes runs/quickstart/report.html
     scalerl-report runs/a runs/b --out=compared.html        one page with both: curves overlaid, a table of differences

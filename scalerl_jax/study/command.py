@@ -1,4 +1,4 @@
-"""scalerl-study: runs a whole study, goes on with it, and says what came of it.
+"""scalerl-study: runs a study of several configs, continues it after any end, and writes its results.
 
     scalerl-study --study=leave_one_out --base=configs/quickstart.py --workdir=runs/study [--seeds=3] [--parallel=N]
                   [--members=a,b] [--config.a.b=v]
@@ -6,10 +6,10 @@
     scalerl-study --study=scaling --base=configs/scalerl_8b.py --workdir=runs/scaling --render=slurm --trainer=h200:2x8
                   --generator=h200:1 --generators=16 --insecure
 
-Every member is a scalerl-train of its own in WORKDIR/runs, with the base's config and the flags in which it differs;
-what several studies have in common runs once. Where config.model.path is not there, scalerl-sft makes it first, in
-WORKDIR/warm-start. The same command goes on after any end: what is finished is not done again, what failed is tried
-again. At the end come a table, the comparisons with the baseline, and WORKDIR/study.json, evaluations.csv, study.html.
+Every member is a scalerl-train in WORKDIR/runs, with the base's config and the flags in which it differs; members that
+several studies share run once. If config.model.path does not exist, scalerl-sft makes it first, in WORKDIR/warm-start.
+The same command continues after any end: finished members are not run again, failed ones are. At the end it prints a
+table and the comparisons with the baseline, and writes study.json, evaluations.csv and study.html in WORKDIR.
 """
 
 import os
@@ -149,12 +149,12 @@ class _Study:
                 Running(tasks, shared, environment, board, self.ended).until_all_have_ended()
         finally:
             os.close(lock)
-        signals.expect("interrupted: the same command tells what came of it")
+        signals.expect("interrupted: the same command shows the results")
         signals.be(signals.RAISE)
         return tasks
 
     def tell(self) -> None:
-        """Reads every run, tells what came of it, and writes it down."""
+        """Reads every run, prints the results, and writes them."""
         platforms.cpu_here()
         # What fits and draws is large: a mistake is told, and members run for hours, without it.
         from scalerl_jax.scaling.commands import results as lay_out

@@ -1,14 +1,14 @@
-"""scalerl-tinker: a server of Tinker's public client, which trains and samples on the machines that it is given.
+"""scalerl-tinker: serves Tinker's public client, training and sampling on your machines.
 
     scalerl-tinker --model=DIR --workdir=DIR [--servers=host:port,...] [--port=8000] [--config.a.b=v]
 
-A client has TINKER_BASE_URL=http://HOST:PORT and TINKER_API_KEY=tml-anything. It trains the model in --model, by all of
+A client needs TINKER_BASE_URL=http://HOST:PORT and TINKER_API_KEY=tml-anything. It trains the model in --model, all of
 its parameters (rank 0) or an adapter, on this process's devices, and samples on rollout servers: those of --servers, or
-local ones, as many as config.fleet says. Of the config fleet, learner, model and seed are read. It serves until SIGTERM
-or Ctrl-C, and the same command goes on where it was, whenever it was killed.
+local ones, as many as config.fleet says. Of the config only fleet, learner, model and seed are read. It serves until
+SIGTERM or Ctrl-C; after a kill the same command continues where it was.
 
-    loopback                 anything goes
-    any other --host         --token_file, and TLS; or --insecure
+    loopback                 no TLS and no token required
+    any other --host         --token_file and TLS, or --insecure
 """
 
 import asyncio

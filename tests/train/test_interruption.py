@@ -33,7 +33,7 @@ def stop(run: Run) -> bool:
     elif found := re.match(r"interrupted: the same command goes on from step (\d+)", last):
         assert found[1] == "0" or found[1] in saved(run), said
     elif step == UPDATES:
-        assert last == "interrupted: the run is finished; the same command shows what came of it"
+        assert last == "interrupted: the run is finished; the same command shows its results"
     else:
         assert last == "interrupted before the first update: the same command begins again" and step == 0, said
     return True

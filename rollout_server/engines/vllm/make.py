@@ -9,8 +9,8 @@ from rollout_server.engines import model_folder
 if TYPE_CHECKING:
     from rollout_server.engines.engine import Engine, EngineOptions
 
-TENSOR_PARALLEL = flags.DEFINE_integer("tensor_parallel", 1, "vllm: devices that share the model.", lower_bound=1)
-DEVICE_MEMORY = flags.DEFINE_float("device_memory", 0.9, "vllm: the share of a GPU's memory to take.", 0.05, 1.0)
+TENSOR_PARALLEL = flags.DEFINE_integer("tensor_parallel", 1, "Devices that share the model; vllm only.", lower_bound=1)
+DEVICE_MEMORY = flags.DEFINE_float("device_memory", 0.9, "Share of a GPU's memory to use; vllm only.", 0.05, 1.0)
 
 
 async def make(options: "EngineOptions") -> "Engine":

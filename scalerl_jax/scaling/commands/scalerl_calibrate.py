@@ -1,17 +1,16 @@
-"""scalerl-calibrate: how often a forecast of each law holds on complete runs, and the numbers that make it hold.
+"""scalerl-calibrate: measures on complete runs how often forecasts hold, and fits the numbers that correct them.
 
     scalerl-calibrate configs/bank.csv --x=flops --y=pass_rate --run_column=recipe --seed_column=seed
         --task_column=task --passes=passes --trials=trials --out=calibrated
     scalerl-calibrate published.csv ... --calibration=calibrated/calibration.json --out=checked
 
-Reads as scalerl-fit does. Every run is foretold from 30, 50 and 70 % of its compute, by numbers fitted on the runs of
-all other tasks, or of all other recipes where there is one task (runs of one name are one recipe), without those that
-agree with it, and judged on all evaluations after that (scaling/calibrate.py). With --calibration nothing is fitted:
-the runs are foretold by the numbers of that file.
-Writes calibration.json, the numbers fitted on all of them, which scalerl-fit takes as --calibration, and
-calibrate.json, .png and .svg: coverage of the bands, continuous ranked probability score and error of the last quarter
-of each law, of their average, and of the sigmoid as it is fitted without a calibration; and how often "identified" was
-right.
+It reads files as scalerl-fit does. Every run is forecast from 30, 50 and 70 % of its compute, by numbers fitted on the
+runs of all other tasks, or of all other recipes if there is one task (runs of one name are one recipe), without those
+that agree with it, and compared with all later evaluations (scaling/calibrate.py). With --calibration nothing is
+fitted: the runs are forecast by the numbers of that file.
+It writes calibration.json, the numbers fitted on all runs, for scalerl-fit's --calibration, and calibrate.json, .png
+and .svg: coverage of the bands, continuous ranked probability score and error of the last quarter of each law, of their
+average, and of the sigmoid as it is fitted without a calibration; and how often "identified" was right.
 """
 
 import os

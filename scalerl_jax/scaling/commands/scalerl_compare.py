@@ -1,15 +1,15 @@
 """scalerl-compare: which of several runs ends higher, which gets there faster, and what to run next.
 
-    scalerl-compare runs/a runs/b --out=compared                        two run folders of ours
+    scalerl-compare runs/a runs/b --out=compared                        two run folders
     scalerl-compare sweep.csv --x=gpu_hours --y=pass_rate --run_column=recipe --burn_in=1500 --fit_until=8000
         --baseline=ScaleRL --out=compared                               a leave-one-out table
     scalerl-compare runs/a runs/b --forecast --target=0.6 --budget=16000 --out=compared
     scalerl-compare runs/a runs/b --budget=16000 --plan_budget=8000 --out=compared
 
-Reads as scalerl-fit does, with its flags, fits every run, and only then writes compare.json, compare.png and
-compare.svg into --out. A first; where no difference is shown, B with one A for all (scaling/compare.py). --forecast:
-compute to a target, score at a budget, gain of a doubling, stop or go on (scaling/forecast.py). --plan_budget: which
-run to extend by how much so that the choice between them is safest (scaling/decide.py).
+It reads files as scalerl-fit does, with its flags, fits every run, and only then writes compare.json, compare.png and
+compare.svg into --out. A is compared first; if no difference is shown, B with one A for all (scaling/compare.py).
+--forecast: compute to a target, score at a budget, gain of a doubling, whether to continue (scaling/forecast.py).
+--plan_budget: which run to extend, and by how much, for the safest choice between them (scaling/decide.py).
 """
 
 import math

@@ -1,13 +1,13 @@
-"""scalerl-fit: from files of evaluations to the fitted law, with what it can and cannot tell.
+"""scalerl-fit: fits a scaling law to files of evaluations, and prints what it does and does not identify.
 
     scalerl-fit runs/a/evals.csv --x=gpu_hours --y=pass_rate --burn_in=1500 --fit_until=half --out=fits/a
-    scalerl-fit runs/a runs/b --out=fits/both                    two run folders of ours: x, y and counts are known
+    scalerl-fit runs/a runs/b --out=fits/both                    two run folders: x, y and counts are known
     scalerl-fit sweep/*/seed*.csv --seeds=folder --x=step --y=acc --r0=fit --out=fits/sweep
     scalerl-fit trl/checkpoint-500 --y=eval_reward --r0=fit --out=fits/trl        transformers' trainer_state.json
-    scalerl-fit runs/a --watch --out=fits/a                      again whenever an evaluation arrives
+    scalerl-fit runs/a --watch --out=fits/a                      again after each evaluation
 
-Reads every file, fits every run, and only then writes fit.json, fit.png and fit.svg into --out. Anything wrong with the
-input ends it with one line and exit code 2 before a file is written.
+It reads every file, fits every run, and only then writes fit.json, fit.png and fit.svg into --out. Wrong input ends it
+with one line and exit code 2 before a file is written.
 """
 
 import math
