@@ -29,6 +29,11 @@ MODEL = "Qwen/Qwen3.5-9B-Base"  # the cookbook renders it as "User: ...\n\nAssis
 SECONDS = 1800.0  # that a program may take
 _RECIPES = "tinker_cookbook.recipes"
 
+# As python -m, but gone at its end: a daemon thread of the client may be in compiled code, where Python then aborts.
+_RUN = (
+    "import os, runpy, sys; del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True); "
+    "sys.stdout.flush(); os._exit(0)"
+)
 BATCH = 64  # of sl_loop
 _STEPS = 150  # of sl_loop
 
@@ -197,7 +202,7 @@ def run(name: str, *, url: str, folder: pathlib.Path, python: str) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(folder / "logs" / f"{name}.txt", "w") as output:
         done = subprocess.run(
-            [python, "-m", program.module, *arguments], cwd=folder, env=environment, stdout=output, stderr=output,
+            [python, "-c", _RUN, program.module, *arguments], cwd=folder, env=environment, stdout=output, stderr=output,
             timeout=SECONDS, check=False,
         )  # fmt: skip
     text = pathlib.Path(output.name).read_text()
