@@ -9,6 +9,7 @@ scaling          ScaleRL with longer thinking, other batches, other group sizes 
 recipes          the five of figure 2
 staleness        losses, each at k = 1, k = 8 and phased(16), where tokens are up to 16 updates old
 numerics         numerics=fast and bitwise, each on policy, at k = 1, 4 and 8
+adapters         all parameters, and adapters of rank 1, 4 and 16, each at a learning rate that suits it
 relatives        the base with what is not ablated: other rates, problems, models, warm starts, batches, groups, data
 
 A member is the base with a few fields changed, so it runs wherever the base does: sizes are scaled, not set. `base` is
@@ -168,6 +169,15 @@ def numerics(base: Config) -> Members:
     }
 
 
+def adapters(base: Config) -> Members:
+    """Rates are those of a sweep in which the base was the quickstart."""
+    rate = base.optimizer.learning_rate
+    members = {"all_parameters": changed(base, optimizer__learning_rate=rate * 3)}
+    for rank, factor in ((1, 25), (4, 25), (16, 12)):
+        members[f"rank_{rank}"] = changed(base, lora__rank=rank, optimizer__learning_rate=rate * factor)
+    return members
+
+
 def relatives(base: Config) -> Members:
     """Where the base is the quickstart: chains of 4 to 8 and of 9 to 13 terms, in place of 6 to 10, and a third more
     tokens for the longer ones; models and warm starts in sizes and shares of slips of their own."""
@@ -223,5 +233,6 @@ STUDIES: dict[str, Callable[[Config], Members]] = {
     "recipes": recipes,
     "staleness": staleness,
     "numerics": numerics,
+    "adapters": adapters,
     "relatives": relatives,
 }
