@@ -1,4 +1,4 @@
-"""Where prompts come from, the order they are drawn in, and what an answer is worth."""
+"""Environments: prompts, the order in which they are sampled, and the scoring of answers."""
 
 from scalerl_jax.environments.base import Completion, Environment, Row, Score
 

@@ -1,18 +1,19 @@
-"""Environments of other libraries, unchanged, as environments of the user's own (own.py).
+"""Adapters for unchanged environments of other libraries, to be used as user environments (own.py).
 
     Gym(make)                 gymnasium and gem: reset(seed=) -> (observation, info); step(action) -> (observation,
                               reward, terminated, truncated, info)
     TextArena(make)           reset(num_players=, seed=), get_observation(), step(action=), close() -> (rewards, info)
     OpenEnv(connect)          a client of openenv: reset(seed=) and step(action) -> {observation, reward, done}
     SkyRL(make)               skyrl-gym: init(prompt) -> (messages, info); step(text) -> {observations, reward, done}
-    TRL(factory, config)      a class as TRL's environment_factory has it: reset(**row), its other methods are tools
+    TRL(factory, config)      a class for TRL's environment_factory: reset(**row), its other methods are tools
 
-A row's prompt is what its environment says first. So each row is begun once where the rows are made, and again in each
-of its episodes, and must say the same then; random numbers of `random` and numpy begin both times at the row's seed.
-Rows are told apart by their columns, since many games begin with the same words whatever their seed is.
+A row's prompt is the first observation of its environment. So each row is reset once when rows are made, and again in
+each of its episodes, and must give the same prompt; `random` and numpy are seeded alike both times, from the row.
+Rows are identified by their columns, since many games begin with the same text whatever their seed.
 
-An episode's reward is the sum of what its steps give, and `correct` is by environment.correct_at. What the environment
-truncates is done, with the rewards it gave: the limit is part of its game. None of the libraries is imported here.
+An episode's reward is the sum of its steps' rewards, and `correct` is reward >= environment.correct_at. An episode that
+the environment truncates is done, with the rewards so far: the limit is part of the game. None of the libraries is
+imported here.
 """
 
 import asyncio
@@ -32,24 +33,25 @@ from scalerl_jax.environments.base import Completion, Row, Score
 from scalerl_jax.environments.episode import Step
 from scalerl_jax.environments.tools import ToolEpisode, Tools
 
-HELD_OUT_SEEDS = 10**6  # the first one of held-out rows; training rows have those from 0 on
-INVALID_ACTIONS = 5  # that end an episode
-_NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # of a row, for TRL's reward functions
+HELD_OUT_SEEDS = 10**6  # the first seed of held-out rows; those of training rows start at 0
+INVALID_ACTIONS = 5  # so many end an episode
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # not passed to TRL's reward functions as columns
 
-Columns = Mapping[str, Any]  # of a row, values of JSON
+Columns = Mapping[str, Any]  # of a row, as JSON values
 Messages = tuple[Mapping[str, str], ...]
-Given = Callable[[str], Iterable[Columns]]  # rows of a split
-Describe = Callable[[Any], Any]  # an observation as a text, or as messages
-Parse = Callable[[str], Any]  # what the environment takes for a turn's text
+Given = Callable[[str], Iterable[Columns]]  # split -> rows
+Describe = Callable[[Any], Any]  # observation -> text or messages
+Parse = Callable[[str], Any]  # a turn's text -> action of the environment
 
 
 class Games:
     """Rows and episodes of another library's environment.
 
-    open_game: of a row's columns, an object with reset(columns) -> observation, step(action) -> (observation, reward,
-    done) and close(). given: the rows of a split.
-    describe: an observation as a text, or as messages; None where it is one already.
-    parse: the action that a turn's text is; its ValueError is the policy's to read, INVALID_ACTIONS times.
+    open_game: makes from a row's columns an object with reset(columns) -> observation, step(action) -> (observation,
+    reward, done) and close(). given: returns the rows of a split.
+    describe: converts an observation to a text or messages; None if it already is one.
+    parse: converts a turn's text to an action; a ValueError is sent to the policy, and the INVALID_ACTIONS-th ends the
+    episode.
     """
 
     def __init__(
@@ -69,11 +71,11 @@ class Games:
             game, opening = self._begin(columns)
             game.close()
             task, answer = (str(columns.get(name, "")) for name in ("task", "answer"))
-            # A model without a chat template is asked the text of a single question.
+            # A model without a chat template gets the text of a single question.
             text = opening[0]["content"] if [message["role"] for message in opening] == ["user"] else ""
             messages = () if text else opening
             row = Row(text, answer, task=task, extra=columns, messages=messages, chat=bool(text), key=_key(columns))
-            if number == 0:  # what is never the same ends the start, where else each episode would fail
+            if number == 0:  # an environment whose prompt changes at each reset fails here, not in each episode
                 self.begin(row).close()
             yield row
 
@@ -81,7 +83,7 @@ class Games:
         return Playing(self, self.begin(row))
 
     def begin(self, row: Row) -> Any:
-        """Raises ValueError where it does not say what the row's prompt says."""
+        """Opens the row's game. Raises ValueError if its first observation is not the row's prompt."""
         game, opening = self._begin(row.extra)
         asked = tuple(dict(message) for message in row.messages) or ({"role": "user", "content": row.text},)
         if opening != asked:
@@ -91,7 +93,7 @@ class Games:
         return game
 
     def as_messages(self, observation: Any) -> Messages:
-        """An observation as messages. Raises ValueError where it is none."""
+        """An observation as messages. Raises ValueError if it cannot be converted."""
         text = observation if self._describe is None else self._describe(observation)
         if isinstance(text, str):
             return ({"role": "user", "content": text},)
@@ -138,9 +140,9 @@ class Playing:
 
 
 class Gym(Games):
-    """gymnasium's environments and gem's. Rows are seeds: so many `prompts`, and `held_out` others.
+    """gymnasium's environments and gem's. Rows are seeds: `prompts` for training, and `held_out` others.
 
-    Raises ValueError, when rows are made, where actions or observations are no texts, and parse or describe is missing.
+    Raises ValueError, when rows are made, if actions or observations are not texts and parse or describe is missing.
     """
 
     def __init__(
@@ -160,7 +162,7 @@ class Gym(Games):
 class _Gym:
     def __init__(self, environment: Any, *, texts: bool):
         self._environment = environment
-        space = getattr(environment, "action_space", None)  # gem's have none, and take texts
+        space = getattr(environment, "action_space", None)  # gem's environments have none, and accept texts
         if texts and space is not None and "Text" not in {kind.__name__ for kind in type(space).__mro__}:
             self.close()
             raise ValueError(f"its actions are {space}, not texts: parse=... makes one of a text")
@@ -174,15 +176,15 @@ class _Gym:
         return observation, float(reward), bool(terminated or truncated)
 
     def close(self) -> None:
-        if hasattr(self._environment, "close"):  # gem's have none
+        if hasattr(self._environment, "close"):  # gem's environments have none
             self._environment.close()
 
 
 class TextArena(Games):
-    """TextArena's games. Rows are seeds; the policy is `player`, `opponent` says what each other player does.
+    """TextArena's games. Rows are seeds; the policy is number `player`, `opponent` plays all other players.
 
-    opponent: the action on an observation. The policy reads what is new of an observation that repeats the one before.
-    Raises ValueError where there are several players and no opponent.
+    opponent: maps an observation to an action. If an observation repeats the previous one, the policy gets only the new
+    part. Raises ValueError if there are several players and no opponent, or an opponent and one player.
     """
 
     def __init__(
@@ -224,7 +226,7 @@ class _TextArena:
         self._environment.close()
 
     def _turn(self, *, over: bool) -> Any:
-        """The observation when it is the policy's turn; None where the game is over."""
+        """The observation when it is the policy's turn; None if the game is over."""
         while not over:
             player, observation = self._environment.get_observation()
             if player == self._player:
@@ -237,15 +239,15 @@ class _TextArena:
         if not isinstance(observation, str):
             return observation
         new, self._seen = observation.removeprefix(self._seen), observation
-        # Messages stand in lines; nothing new is a move that counted as none, and the whole is repeated.
+        # Each message is a line. If there is nothing new, the move was rejected: the whole observation is repeated.
         return new if new.startswith("\n") and new.strip() else observation
 
 
 class OpenEnv(Games):
-    """An environment behind a client of openenv. Rows are seeds, which its reset gets.
+    """An environment behind a client of openenv. Rows are seeds, which are passed to its reset.
 
-    connect: the client, sync or async, of each episode. action: what step sends for a turn's text; its ValueError is
-    the policy's to read. describe: an observation as a text.
+    connect: returns the client, sync or async, of an episode. action: converts a turn's text to an action; a ValueError
+    is sent to the policy. describe: converts an observation to a text.
     """
 
     def __init__(
@@ -271,7 +273,7 @@ class _OpenEnv:
 
 
 class SkyRL(Games):
-    """skyrl-gym's environments. make: that of a row. rows: as TRL has them; "prompt" is messages."""
+    """skyrl-gym's environments. make: makes the environment of a row. rows: as for TRL; "prompt" is messages."""
 
     def __init__(self, make: Callable[[Columns], Any], *, rows: Sequence[Columns] | str | Given):
         super().__init__(lambda columns: _SkyRL(make(columns)), _rows(rows))
@@ -292,13 +294,13 @@ class _SkyRL:
 
 
 class TRL(Games):
-    """A class as TRL's environment_factory has it; a turn without a call ends its episode.
+    """A class for TRL's environment_factory; a turn without a tool call ends its episode.
 
-    The reward is what get_reward() gives and each of reward_funcs, which TRL calls alike (of one completion here, and
-    without completion_ids); without any of them it is the attribute `reward`.
+    The reward is the sum of get_reward() and of all reward_funcs, which are called as in TRL (with one completion, and
+    without completion_ids); if there are none of these, it is the attribute `reward`.
 
-    config: the EnvironmentConfig, for its tool_characters: a function that makes an environment may take it.
-    rows: dicts, which reset gets; a JSONL file of them; or a function of the split, "train" or "validation".
+    config: the EnvironmentConfig, for its tool_characters; a function that makes an environment receives it.
+    rows: dicts, which are passed to reset; a JSONL file of them; or a function of the split, "train" or "validation".
     """
 
     def __init__(
@@ -356,7 +358,7 @@ class _TRL:
         return sum(rewards)
 
     def close(self) -> None:
-        """TRL's have none: a method of this name is a tool."""
+        """TRL's environments have no close(): a method of this name is a tool."""
 
 
 class _PlayingTools:
@@ -393,7 +395,7 @@ def _rows(rows: Sequence[Columns] | str | Given) -> Given:
     def given(split: str) -> Iterable[Columns]:
         if callable(rows):
             return rows(split)
-        if split != "train":  # they are taken out of the training rows
+        if split != "train":  # held-out rows are taken from the training rows
             return ()
         return _lines(rows) if isinstance(rows, str) else rows
 
@@ -415,7 +417,7 @@ def _key(columns: Columns) -> str:
 
 @contextlib.contextmanager
 def _seeded(columns: Columns) -> Iterator[None]:
-    """Random numbers begin at a row's seed; afterwards they go on as if none had been drawn."""
+    """Seeds `random` and numpy from a row's columns; restores their previous states afterwards."""
     seed = int.from_bytes(hashlib.blake2b(_key(columns).encode(), digest_size=4).digest(), "little")
     states = random.getstate(), np.random.get_state()
     random.seed(seed)

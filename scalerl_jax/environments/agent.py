@@ -1,15 +1,15 @@
-"""An agent: a program that asks the policy for its turns by HTTP, as often as it likes, and returns its score.
+"""An agent: a program that requests any number of turns from the policy by HTTP, and returns its score.
 
-    async def run(self, row, client): ...      of an environment, or no coroutine; gives what `score` would (own.py)
+    async def run(self, row, client): ...      method of an environment, sync or async; returns a score (own.py)
 
-It speaks OpenAI's or Anthropic's wire to the run's own gateway, with whatever client or other program it likes. Every
-turn is recorded as the tokens that were fed and sampled. A turn whose prompt does not go on from one before begins
-another branch; all branches are trained on, with the one advantage of the agent's score, and each token once.
+It uses OpenAI's or Anthropic's API of the run's own gateway, with any client or program. Every turn is recorded as the
+input and sampled tokens. A turn whose prompt does not continue an earlier one starts a new branch; all branches are
+trained on with the same advantage, from the agent's score, and each token once.
 
-    done        it has returned its score
-    cut         it failed with no turn left (rollout.max_turns), with a prompt that was too long (max_tokens), or it had
-                no more time (deadline: environment.episode_seconds): as a completion that is too long
-    failed      it failed otherwise, or has asked for nothing: the completion is excluded, and counted in the metrics
+    done        it returned its score
+    cut         it failed with no turn left (rollout.max_turns) or with a prompt that was too long (max_tokens), or ran
+                out of time (deadline: environment.episode_seconds): treated as a completion that is too long
+    failed      it failed otherwise, or requested no turn: the completion is excluded, and counted in the metrics
 """
 
 import dataclasses
@@ -26,47 +26,47 @@ from scalerl_jax.environments.episode import Part
 
 @dataclasses.dataclass(frozen=True)
 class Client:
-    """How an agent reaches the policy."""
+    """Connection settings with which an agent reaches the policy."""
 
-    base_url: str  # of OpenAI's clients
+    base_url: str  # for OpenAI clients
     anthropic_base_url: str
     api_key: str = dataclasses.field(repr=False)
-    session: str  # that its turns are recorded in
+    session: str  # records the agent's turns
     model: str
 
     def environment(self) -> dict[str, str]:
-        """The variables by which other programs find the policy."""
+        """Environment variables with which other programs reach the policy."""
         openai = {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model}
         anthropic = {"ANTHROPIC_BASE_URL": self.anthropic_base_url, "ANTHROPIC_API_KEY": self.api_key}
         return {**openai, **anthropic, "ANTHROPIC_MODEL": self.model}
 
 
 class Outcome(NamedTuple):
-    """Of an agent's run."""
+    """The result of an agent's run."""
 
-    branches: tuple[Completion, ...]  # the first one's finish reason is that of the run
+    branches: tuple[Completion, ...]  # the first one's finish reason applies to the run
     parts: tuple[tuple[Part, ...], ...]  # of each branch
     score: Score
 
 
 @dataclasses.dataclass(eq=False)
 class AgentRun:
-    """A completion of a group whose turns an agent asks for."""
+    """A completion of a group whose turns are requested by an agent."""
 
     index: int  # in its group
-    attempt: int = 0  # how often it began before
-    processes: set[Any] = dataclasses.field(default_factory=set)  # that have sampled any of it
+    attempt: int = 0  # number of earlier attempts
+    processes: set[Any] = dataclasses.field(default_factory=set)  # that sampled any part of it
     branch_parts: tuple[tuple[Part, ...], ...] = ()
     _completion: Completion | None = None
 
     @property
     def completion(self) -> Completion:
-        """With the other branches. Once it is finished."""
+        """The first branch, with the others in `others`. Available after `finish`."""
         assert self._completion is not None
         return self._completion
 
     def finish(self, outcome: Outcome, *, group_id: str) -> Score:
-        """Returns the score."""
+        """Stores the branches of the outcome and returns its score."""
         first, *others = outcome.branches
         self._completion = dataclasses.replace(first, group_id=group_id, index=self.index, others=tuple(others))
         self.branch_parts = outcome.parts
@@ -74,7 +74,7 @@ class AgentRun:
         return outcome.score
 
 
-# (prompt [tokens] int32, the turn's name, who sampled the turn before, the most tokens) -> the turn, and by whom.
+# (prompt [tokens] int32, name of the turn, process of the previous turn, maximal tokens) -> (turn, its process).
 Ask = Callable[[np.ndarray, str, Any, int | None], "Future[tuple[Completion, Any]]"]
 
 
@@ -82,7 +82,7 @@ class Agents(Protocol):
     """Runs the agents of a training run."""
 
     def run(self, row: Row, name: str, ask: Ask, *, attempt: int) -> "Future[Outcome]":
-        """Plays a row; name: of the completion; attempt: how often it began before, all of which is forgotten.
+        """Plays a row. name: of the completion; attempt: number of earlier attempts, whose turns are discarded.
 
-        Cancelled, it ends the agent.
+        Cancelling the future ends the agent.
         """

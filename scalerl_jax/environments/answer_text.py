@@ -1,20 +1,20 @@
-"""Answers as text: one way to write what is written in many ways, and which part of a text is its answer.
+"""Answers as text: normalizes different spellings of the same answer, and extracts the final answer of a text.
 
     plain(s)            no delimiters, no spacing commands, one kind of minus, digit, fraction, bracket
-    same_text(a, b)     equal in that form, spaces apart
-    is_mathematics(s)   it holds a digit, an operator or a command, and no words; letters alone are words
-    words(s)            case, punctuation and text commands apart
-    final_answers(s)    what is boxed last; else what is tagged <answer>; else what follows "the answer is";
-                        else all of it, its last line, or what the last sentence there says (so B; B is correct)
+    same_text(a, b)     equal in that form, ignoring spaces
+    is_mathematics(s)   contains a digit, an operator or a command, and no words; letters alone are words
+    words(s)            without case, punctuation and text commands
+    final_answers(s)    the last boxed part; else the part tagged <answer>; else the text after "the answer is";
+                        else the whole text, its last line, or the answer in its last sentence (so B; B is correct)
 
-`\\$` is money and delimits nothing.
+`\\$` is money, not a delimiter.
 """
 
 import functools
 import re
 import unicodedata
 
-# Characters that stand for commands or for other characters; what is not here is left as it is.
+# Characters replaced by commands or by other characters; all others are left unchanged.
 _SYMBOLS = str.maketrans({
     **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # full width
     **dict.fromkeys("−﹣－", "-"), **dict.fromkeys("  　   ⁠​\ufeff", " "),
@@ -48,7 +48,7 @@ _IS_RIGHT = re.compile(
 )
 _COPULA = re.compile(r"(?<![a-zA-Z'])(?:is|are|was|were|equals)(?![a-zA-Z'])\s*:?", re.IGNORECASE)
 _REASON = re.compile(r",?\s+because\b|,\s*(?:since|as|not)\b", re.IGNORECASE)
-# In the clause before an answer these deny it, or leave it open.
+# These words in the clause before an answer negate it, or leave it open.
 _DENIED = re.compile(
     r"(?<![a-z])(?:not|never|cannot|no|none|neither|nor|nobody|nothing|impossible|unlikely|doubt\w*|whether|if|wrong|"
     r"incorrect|false|another|other|possible|one|perhaps|maybe|might|may|could|unless)(?![a-z])|n't(?![a-z])",
@@ -69,15 +69,15 @@ _SHORT_WORDS = frozenset(
     "is to of in at on no by am pm cm mm km kg ft mg he we me my us it if so up as an be do go hi oh ok tv id".split()
 )
 _OPERATION = re.compile(r"[\w)}]\s*[=+*^<>|/_-]\s*[\w({\\-]")
-LONGEST_SENTENCE = 1_000  # characters; of a longer line, the end
-LONGEST_COMPARED = 20_000  # characters; longer texts must be the same, character by character
+LONGEST_SENTENCE = 1_000  # characters; only the end of a longer line is read
+LONGEST_COMPARED = 20_000  # characters; longer texts must be equal character by character
 _NEW_ROW = "\ue000"  # stands for two backslashes, neither of which begins a command
 MATRIX = re.compile(r"\\begin\s*\{[a-z]*(?:matrix|array|cases)\*?\}")
 
 
-@functools.lru_cache(maxsize=64)  # one question asks for the same text again and again
+@functools.lru_cache(maxsize=64)  # scoring one completion normalizes the same text many times
 def plain(text: str) -> str:
-    """`text` without what does not change its meaning, and with one spelling of what has several."""
+    """`text` without parts that do not change its meaning, and with one spelling of everything that has several."""
     s = re.sub(r"(?![0-9])\d", lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_SYMBOLS))
     s = s.replace("\\\\", _NEW_ROW)
     s = _mark_money(s)
@@ -118,12 +118,12 @@ def _repeating(decimal: re.Match[str]) -> str:
 
 
 def _grouped(s: str) -> bool:
-    """Whether commas stand between digits as in 1,234,567 at all (a list of three-digit numbers looks the same)."""
+    """Whether any comma groups digits as in 1,234,567 (a list of three-digit numbers looks the same)."""
     return re.search(r"\d\s*(?:\{\s*,\s*\}|,\s*\\[!,]|\\,)\s*\d{3}", s) is not None
 
 
 def _mark_money(s: str) -> str:
-    """A lone dollar sign before a number is money, and so is each where what two of them enclose are words."""
+    """Escapes dollar signs before numbers as money, if their count is odd or a pair of them encloses words."""
     count = len(re.findall(r"(?<!\\)\$", s))
     if count == 0 or not _MONEY.search(s):
         return s
@@ -135,7 +135,7 @@ def _mark_money(s: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """What text commands hold, without them."""
+    """Replaces text commands by their contents."""
     for _ in range(20):
         changed = _TEXT_GROUP.sub(r" \1 ", text)
         if changed == text:
@@ -146,7 +146,7 @@ def unwrapped(text: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def bare(text: str) -> str:
-    """plain(), less a pair of braces around all of it, a period at the end, and the sign of a positive number."""
+    """plain(), without braces around the whole text, punctuation at the end, and the sign of a positive number."""
     s = plain(re.sub(r"</?answer>|```(?:[a-z]*\n)?", " ", text)).strip("` ")
     while s.endswith((".", ",", ";")) and not s.endswith("..."):
         s = s[:-1].rstrip()
@@ -157,13 +157,13 @@ def bare(text: str) -> str:
 
 
 def squeezed(text: str) -> str:
-    """bare(), with spaces only where two letters or digits would otherwise run together, text commands gone."""
+    """bare(), without text commands, and with spaces only where two letters or digits would otherwise run together."""
     s = re.sub(r"\s+", " ", unwrapped(bare(text))).strip()
     return re.sub(r"(?<![\w]) | (?![\w])", "", s)
 
 
 def same_text(a: str, b: str) -> bool:
-    """Whether both are the same, written down the same way but for spaces, delimiters and the like."""
+    """Whether both texts are equal except for spaces, delimiters and the like."""
     if max(len(a), len(b)) > LONGEST_COMPARED:
         return a.strip() == b.strip() != ""
     left = squeezed(a)
@@ -171,7 +171,7 @@ def same_text(a: str, b: str) -> bool:
 
 
 def is_mathematics(text: str) -> bool:
-    """Whether this is to be computed with, rather than read."""
+    """Whether the text is mathematics rather than words."""
     s = bare(text)
     without_text = _TEXT_GROUP.sub(" ", s)
     if MATRIX.search(s):
@@ -184,7 +184,7 @@ def is_mathematics(text: str) -> bool:
     wordy = any(len(run) > 1 and run.lower() not in FUNCTIONS for run in runs)
     if named or has_digit:
         return not wordy or _short_product(runs)
-    if wordy:  # ac - bd, but not well-known
+    if wordy:  # "ac - bd" is mathematics, "well-known" is not
         return (
             _short_product([run for run in runs if run not in ("by", "mg")])
             and re.search(_OPERATION.pattern + r"|^-[\w(]", s) is not None
@@ -197,14 +197,14 @@ def is_mathematics(text: str) -> bool:
 
 
 def operators(text: str) -> tuple[str, ...]:
-    """What stands between the words of a text to be computed with; no hyphen of two words, no bullet, no dash."""
+    """The operators in a text; hyphens between two words, bullets and dashes are not operators."""
     s = re.sub(r"^\s*-\s+(?=[^\W\d_]{3})", "", unwrapped(plain(text)))
     s = re.sub(r"(?<=[^\W\d_]{2})\s*-+\s*(?=[^\W\d_]{2})", " ", s)
     return tuple(re.findall(r"[+*/^=<>|-]", s))
 
 
 def _short_product(runs: list[str]) -> bool:
-    """2ab, xy+1: letters beside digits that are no word of a language, as far as one can tell: two of one case."""
+    """Whether all runs of letters look like products of variables (2ab, xy+1): two letters or a function, no word."""
     return all(len(run) <= 2 or run.lower() in FUNCTIONS for run in runs) and all(
         run.lower() not in _SHORT_WORDS for run in runs
     )
@@ -223,7 +223,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def boxed(text: str) -> str | None:
-    """What the last complete \\boxed holds, joined by commas with those right before it; None without one."""
+    """Content of the last complete \\boxed, joined by commas with any directly before it; None without one."""
     spans, closed_by = [], _braces(text)
     for match in _BOXED.finditer(text):
         start = match.end()
@@ -249,7 +249,7 @@ def boxed(text: str) -> str | None:
 
 
 def _braces(text: str) -> dict[int, int]:
-    """Where each brace that is opened is closed."""
+    """Position of the closing brace, by the position of its opening brace."""
     found, opened = {}, []
     for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         if match[0] == "{":
@@ -260,9 +260,9 @@ def _braces(text: str) -> dict[int, int]:
 
 
 def final_answers(text: str) -> list[str]:
-    """The readings of what the text gives as its answer, the most likely first; empty: it gives none.
+    """Possible readings of the text's final answer, the most likely first; empty if it gives no answer.
 
-    Each is all that is said there; none of them leaves out a part of it that takes another back.
+    No reading omits a part of the text that retracts the answer.
     """
     held = boxed(text)
     if held is not None:
@@ -287,14 +287,14 @@ def final_answers(text: str) -> list[str]:
 
 
 def _with_reasons_cut(readings: list[str]) -> list[str]:
-    """Each, and the first of them without what follows "because" in it."""
+    """The readings, plus the first one cut at its "because" or another reason."""
     if readings and (reason := _REASON.search(readings[0])) and "\n" not in readings[0]:
         readings = [*readings, readings[0][: reason.start()].strip()]
     return [each for each in dict.fromkeys(readings) if each]
 
 
 def _clause(text: str) -> str:
-    """What `text` ends in since the last mark, of the 200 characters that are looked at."""
+    """The part of `text` after its last punctuation mark, at most 200 characters."""
     return re.split(r"[.,;:!?\n]", text[-200:])[-1]
 
 
@@ -303,7 +303,7 @@ def _denied(before: str) -> bool:
 
 
 def _lists_choices(text: str) -> bool:
-    """Whether several lines each begin with another choice, or one line shows several with their content."""
+    """Whether several lines begin with different choices, or one line lists several choices with their content."""
     lines = text.splitlines()
     if any(len({letter for line in lines if (letter := _listed(line, marked=marked))}) > 1 for marked in (True, False)):
         return True
@@ -311,7 +311,7 @@ def _lists_choices(text: str) -> bool:
 
 
 def _listed(line: str, *, marked: bool) -> str | None:
-    """The letter that a line begins with, marked as in "B. 6", or that is all of it."""
+    """marked: the choice letter at the start of a line, as in "B. 6"; else the letter that is the whole line."""
     line = line.strip(" *`")
     if not marked:
         return line.casefold() if re.fullmatch(r"[A-Za-z]", line) else None
@@ -320,7 +320,7 @@ def _listed(line: str, *, marked: bool) -> str | None:
 
 
 def _ends_a_list(lines: list[str]) -> bool:
-    """Whether the last line is a choice written like others before it, or lists several itself."""
+    """Whether the last line is a choice in the same format as earlier lines, or lists several choices itself."""
     for marked in (True, False):
         letter = _listed(lines[-1], marked=marked)
         if letter and any(_listed(line, marked=marked) not in (None, letter) for line in lines[:-1]):
@@ -329,7 +329,7 @@ def _ends_a_list(lines: list[str]) -> bool:
 
 
 def _answers_in_sentence(line: str) -> list[str]:
-    """What the last sentence of a line says to be the answer, the part of it alone."""
+    """Extracts the answers that the last sentence of a line states."""
     line = line[-LONGEST_SENTENCE:].rstrip(" .!*")
     ends = list(_SENTENCE_END.finditer(line))
     sentence = (line[ends[-1].end() :] if ends else line).strip()

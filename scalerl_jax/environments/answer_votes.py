@@ -1,11 +1,11 @@
-"""What an answer is taken to say, in one form for all that say the same: majority@k counts these.
+"""Canonical form of an answer, equal for equivalent answers: majority@k counts these forms.
 
-    right                   the form of the gold, however it is written
+    a correct answer        the form of the gold answer
     a number                its exact value, with its unit: 3/4, 50 %, 5 cm
     one or several choices  their letters, in order
     anything else           its words, or its mathematics without spaces and delimiters
 
-Two wrong answers that are the same mathematics in two forms, x+1 and 1+x, count apart.
+Two wrong answers that are the same mathematics in two forms, x+1 and 1+x, count separately.
 """
 
 from scalerl_jax.environments import answers
@@ -16,7 +16,7 @@ _CHOICES = "abcdefghij"
 
 
 def scored(text: str, gold: str) -> Score:
-    """What `text` is worth where `gold` is the right answer."""
+    """The score of `text`, where `gold` is the correct answer."""
     try:
         correct = answers.right(text, gold)
     except Exception as error:  # noqa: BLE001 (whatever parsers of any text may raise, the text is not the answer)
@@ -28,7 +28,7 @@ def scored(text: str, gold: str) -> Score:
 
 
 def vote(text: str, gold: str, *, correct: bool) -> str | None:
-    """None: `text` gives no answer."""
+    """The canonical form of the answer in `text`; None if it gives no answer."""
     wanted = next(iter(final_answers(gold)), gold)
     if correct:
         return form(wanted, wanted)
@@ -40,7 +40,7 @@ def vote(text: str, gold: str, *, correct: bool) -> str | None:
 
 
 def form(reading: str, gold: str) -> str | None:
-    """Of one reading of an answer, where `gold` is the right one."""
+    """The canonical form of one reading of an answer, where `gold` is the correct one."""
     if len(reading) > answers.LONGEST_GIVEN:
         return reading
     if letters := answers.letters(reading):
@@ -58,7 +58,7 @@ def form(reading: str, gold: str) -> str | None:
 
 
 def compared(text: str, gold: str, *, correct: bool) -> str:
-    """For people: what was read, and what was wanted."""
+    """An explanation for people: the answer that was read, and the expected one."""
     readings = final_answers(text)
     wanted = _short(next(iter(final_answers(gold)), gold))
     if not readings:
@@ -68,7 +68,7 @@ def compared(text: str, gold: str, *, correct: bool) -> str:
 
 
 def _narrowest(readings: list[str]) -> str:
-    """Of all that a text may have meant by its answer, what says the least beside it."""
+    """The shortest reading: the one with the least text besides the answer."""
     return min(readings, key=len)
 
 

@@ -1,13 +1,13 @@
-"""Whether a text gives an answer: text first, then words as words, numbers as numbers, and the rest by math-verify.
+"""Whether a text gives the gold answer: compares text first, then words, then numbers, and the rest by math-verify.
 
-    gold and answer the same text         right
-    gold is a choice or words             the words must be the same; mathematics is not asked
-    gold only looks like numbers          an address, a date, a ratio, a formula: a text as well
-    both are numbers, perhaps with units  compared exactly: 1/2, 0.5, 50\\%, \\$1,000; units only where both have them
-    gold is mathematics                   math-verify on what is mathematics in the answer, unless values say otherwise
+    gold and answer are the same text     correct
+    gold is a choice or words             the words must be equal; math-verify is not used
+    gold only looks like a number         an address, a date, a ratio, a formula: compared as text
+    both are numbers, perhaps with units  compared exactly: 1/2, 0.5, 50\\%, \\$1,000; units only if both have them
+    gold is mathematics                   math-verify on the mathematics in the answer, unless numeric values disagree
                                           (expressions.py)
 
-A text that names several answers gives none of them, except as a list where the gold is one.
+A text that names several answers gives none of them, unless the gold is a list too.
 """
 
 import re
@@ -31,9 +31,9 @@ from scalerl_jax.environments.answer_text import (
     words,
 )
 
-LONGEST_GIVEN = 2_000  # characters of one answer; what is longer is compared as text alone
+LONGEST_GIVEN = 2_000  # characters of one answer; longer ones are only compared as text
 _LATEX = LatexExtractionConfig(
-    # Units are compared here: theirs end in single letters, which are variables as often.
+    # Units are compared in this module: math-verify's include single letters, which are as often variables.
     normalization_config=NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
     )
@@ -56,7 +56,7 @@ _NAMES = re.compile(
     r"(?<![a-zA-Z\\])(sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|exp|max|min|gcd|pi)(?![a-zA-Z])"
 )
 _LONGEST_NUMBER = 4_000  # digits; Python refuses to read more
-# One name for each unit; of words that are not here one is as good as another only if it is the same.
+# The first word is the canonical name of each unit; unlisted words are units only equal to themselves.
 _UNITS = {
     name: names.split()[0]
     for names in (
@@ -76,7 +76,7 @@ _MAGNITUDE = re.compile(
     r"\s*(?:" + answer_text.TEXT_COMMAND + rf"\s*\{{\s*)?((?:{'|'.join(_MAGNITUDES)})s?)(?![a-zA-Z])(?:\s*\}})?",
     re.IGNORECASE,
 )
-# After a number these make another one of it, or none.
+# After a number these words change its value, or make it no number.
 CHANGING = (
     "half halves third thirds quarter quarters fourth fourths fifth fifths"
     "  sixth sixths seventh sevenths eighth eighths "
@@ -84,7 +84,7 @@ CHANGING = (
     "factorial minus plus modulo below less fewer more lower higher greater smaller under over negative power "
     "choose double twice wrong incorrect false no never none"
 ).split()
-# With one of these in it a sentence gives no one number.
+# A sentence with one of these does not give a single number.
 _OPEN = re.compile(
     r"(?<![a-zA-Z])(?:or|either|neither|nor|not|no|none|never|cannot|between|less|more|greater|fewer|larger|smaller|"
     r"higher|lower|bigger|above|below|under|over|at least|at most|up to|one of|any of|some of|such as|from|"
@@ -105,7 +105,7 @@ _POWERS = {"square": "2", "sq": "2", "sq.": "2", "cubic": "3", "cu": "3"}
 _OF_THE_UNIT = frozenset("long tall wide high deep old apart away each total altogether exactly".split())
 _PLURALS = {"people": "person", "children": "child", "men": "man", "women": "woman", "mice": "mouse", "feet": "foot"}
 _CHOICE = re.compile(r"[A-Za-z]")
-# Addresses, dates, scores and telephone numbers, hexadecimal numbers, formulas, ratios: texts, whatever they hold.
+# Addresses, dates, scores and telephone numbers, hexadecimal numbers, formulas, ratios: compared as text.
 _LOOKS_LIKE_NUMBERS = re.compile(
     r"\d+(?:\.\d+){2,}|\d+-\d+(?:-\d+)*|0[xX][0-9a-fA-F]+|\d+(?::\d+)+|(?:[A-Z][a-z]?\d*)*[A-Z][a-z]?\d+(?:[A-Z][a-z]?\d*)+"
     r"|(?:[A-Z][a-z]?){2,}\d+"
@@ -121,7 +121,7 @@ _BUILDER = re.compile(
 
 
 def right(text: str, answer: str) -> bool:
-    """Whether what `text` gives as its final answer is `answer`."""
+    """Whether the final answer of `text` equals `answer`."""
     if text.strip() == answer.strip() or same_text(text, answer):
         return True
     gold = next(iter(final_answers(answer)), answer)  # it may come boxed, or with its solution
@@ -134,7 +134,7 @@ def right(text: str, answer: str) -> bool:
 
 
 def _values(text: str) -> list[tuple[str, str]]:
-    """(unknown, value) of x=1, y=2, in braces too; empty where it says anything else."""
+    """(unknown, value) pairs of "x=1, y=2" or of a cases system; empty for any other text."""
     found = _SYSTEM.fullmatch(text.strip())
     rows = found[1].replace("&", "").split("\\\\") if found else re.split(r",|;|\\text\s*\{\s*and\s*\}", text)
     rows = [row.strip(" ,;.$") for row in rows]
@@ -146,7 +146,7 @@ def _values(text: str) -> list[tuple[str, str]]:
 
 
 def _as_point(reading: str, gold: str) -> tuple[str, str]:
-    """Of x=1, y=2 and (1, 2) both as points: their order counts. Of a system in braces its list."""
+    """(reading, gold): "x=1, y=2" becomes the point (1, 2) if the other one is a point, a cases system a list."""
     wanted, given = _values(gold), _values(reading)
     if wanted and _POINT.fullmatch(reading.strip()):
         return reading, f"({', '.join(value for _, value in wanted)})"
@@ -180,7 +180,7 @@ def _gives(reading: str, gold: str) -> bool:
     given = measure(reading)
     if number is not None and given is not None:
         return number.equals(given)
-    if _in_bases(reading) != _in_bases(gold) or not _as_many(gold, reading):  # math-verify does not look
+    if _in_bases(reading) != _in_bases(gold) or not _as_many(gold, reading):  # math-verify does not check these
         return False
     if not is_mathematics(reading) and given is None:
         return _same_sets(gold, reading) or _found_in_prose(reading, gold, number)
@@ -192,13 +192,13 @@ def _gives(reading: str, gold: str) -> bool:
 
 
 def letter(gold: str) -> str | None:
-    """The letter of a gold that is one: B, (B), \\text{B}."""
+    """The letter of a gold answer that is a single choice: B, (B), \\text{B}; else None."""
     found = words(gold)
     return found[0] if len(found) == 1 and _CHOICE.fullmatch(found[0]) and not is_mathematics(gold) else None
 
 
 def letters(text: str) -> list[str]:
-    """Several choices that are listed, in order of the alphabet; empty where it is anything else."""
+    """The letters of a list of several choices, in alphabetical order; empty for any other text."""
     s = bare(unwrapped(text)).replace("*", "")
     if not re.fullmatch(r"\(?[A-Z]\)?(?:\s*(?:,|;|\band\b)\s*\(?[A-Z]\)?)+", s) or re.match(r"\([^)]*,", s):
         return []
@@ -206,7 +206,7 @@ def letters(text: str) -> list[str]:
 
 
 def names_choice(reading: str, choice: str) -> bool:
-    """Whether `reading` names this choice (a letter in lower case), perhaps with its content after it, and no other."""
+    """Whether `reading` names only this choice (a lower-case letter), optionally followed by the choice's content."""
     text = re.sub(r"\s+", " ", unwrapped(answer_text.plain(reading))).replace("*", "").strip(" \"'`")
     found = [word for word in words(text) if word not in ("option", "choice", "answer")]
     if operators(text):  # -x
@@ -228,14 +228,14 @@ def names_choice(reading: str, choice: str) -> bool:
 
 
 class Measure:
-    """A number with the unit it was given in: "" none, "%" percent, another word where it is not known."""
+    """A number with its unit: "" for none, "%" for percent, the word itself for an unknown unit."""
 
     def __init__(self, value: Fraction, unit: str, *, decimal_places: int | None, variable: str):
         self.value, self.unit, self.decimal_places = value, unit, decimal_places
-        self.variable = variable  # that it was said to be the value of
+        self.variable = variable  # x in "x = 5", else ""
 
     def equals(self, other: "Measure") -> bool:
-        """Whether `other`, of the text, is this one, of the gold."""
+        """Whether `other`, from the text, equals this number, from the gold answer."""
         if {self.unit, other.unit} == {"$", "cent"}:
             return self.value * (100 if self.unit == "$" else 1) == other.value * (100 if other.unit == "$" else 1)
         if self.unit and other.unit and self.unit != other.unit and not _degrees(self.unit, other.unit):
@@ -249,7 +249,7 @@ class Measure:
         if self.unit != other.unit and "%" in (self.unit, other.unit):  # 50 % is 0.5 too
             mine, theirs = (v / 100 if unit == "%" else v for v, unit in ((mine, self.unit), (theirs, other.unit)))
             return mine == theirs
-        # A fraction without an end is right to six places, as math-verify has it: 0.333333 is 1/3.
+        # A repeating decimal needs six correct places, as in math-verify: 0.333333 equals 1/3.
         return any(
             a.decimal_places is None and b.decimal_places is not None and b.decimal_places >= 6
             and _endless(a.value) and abs(a.value - b.value) < Fraction(1, 2 * 10**6)
@@ -258,17 +258,17 @@ class Measure:
 
 
 def _degrees(a: str, b: str) -> bool:
-    """Whether both are degrees and one does not say of what."""
+    """Whether both are degrees and one does not name the scale (° equals °C)."""
     return "°" in (a, b) and a[0] == b[0] == "°"
 
 
 def _endless(value: Fraction) -> bool:
-    """Whether its decimals never end: no power of ten is a multiple of the denominator."""
+    """Whether its decimal expansion is infinite: no power of ten is a multiple of the denominator."""
     return pow(10, value.denominator.bit_length(), value.denominator) != 0
 
 
 def measure(text: str) -> Measure | None:
-    """The number that all of `text` is, with its unit; None where it is something else."""
+    """The number that the whole `text` denotes, with its unit; None if it is not a number."""
     s = bare(text)
     if wrapped := re.fullmatch(answer_text.TEXT_COMMAND + r"\s*\{\s*(-?\d[^{}]*?)\s*\}", s):  # \text{7 apples}
         s = wrapped[1]
@@ -306,7 +306,7 @@ def measure(text: str) -> Measure | None:
 
 
 def _magnitude(rest: str, *, money: bool) -> tuple[int, str]:
-    """What the words right after a number multiply it by, and what follows them."""
+    """(factor of the magnitude words directly after a number, the text after them)."""
     factor = 1
     if money and (match := re.match(r"([kK])(?![a-zA-Z])", rest)):  # elsewhere it is a variable
         return 1000, rest[match.end() :]
@@ -327,7 +327,7 @@ def _singular(name: str) -> str:
 
 
 def _unit(rest: str) -> str | None:
-    """The unit that follows a number; None where what follows is something else."""
+    """The unit in the text after a number, "" if that is empty; None if it is not a unit."""
     if not rest.strip():
         return ""
     marked = re.match(r"\s*" + answer_text.TEXT_COMMAND + r"\s*\{", rest) is not None
@@ -361,7 +361,7 @@ def _unit(rest: str) -> str | None:
 
 
 def _without_units(text: str, found: Measure | None) -> str:
-    """For math-verify: a number as such, anything else with units in text commands left out."""
+    """Input for math-verify: a number as a fraction, anything else without units in text commands."""
     if found is not None:
         return f"\\frac{{{found.value.numerator}}}{{{found.value.denominator}}}"
     s = bare(text)
@@ -384,7 +384,7 @@ def _subscripts_gone(text: str) -> str:
 
 
 def _units_apart(text: str) -> tuple[str, str]:
-    """Mathematics that is no plain number, and the unit in a text command behind it: \\sqrt{2}\\text{ cm}."""
+    """Splits a formula from the unit in a text command after it, as in \\sqrt{2}\\text{ cm}; "" without a unit."""
     s = bare(text)
     match = _UNIT_BEHIND.search(s)
     if match is None or not match.start() or not is_mathematics(s[: match.start()]):
@@ -394,7 +394,7 @@ def _units_apart(text: str) -> tuple[str, str]:
 
 
 def _items(text: str) -> list[str]:
-    """Of a list that stands in no brackets, or in those of a set: what is between its commas."""
+    """The comma-separated items of a list without brackets, or of a set in braces; empty if there is only one."""
     s = bare(text)
     s = s[2:-2] if s.startswith("\\{") and s.endswith("\\}") else s
     depth, items = 0, [""]
@@ -408,7 +408,7 @@ def _items(text: str) -> list[str]:
 
 
 def _as_many(gold: str, reading: str) -> bool:
-    """Whether lists have each of their numbers as often; and a pair in parentheses is no set in braces."""
+    """Whether two lists contain each number equally often; a pair in parentheses never equals a set in braces."""
     texts = [bare(text) for text in (gold, reading)]
     in_braces = [text.startswith("\\{") and text.endswith("\\}") for text in texts]
     in_parentheses = [text.startswith("(") and text.endswith(")") for text in texts]
@@ -423,7 +423,7 @@ def _as_many(gold: str, reading: str) -> bool:
 
 
 def _same_sets(gold: str, reading: str) -> bool:
-    """Whether both are written as conditions, and hold of the same numbers: x < 1 or x > 2, {x | x > 2}."""
+    """Whether both are conditions with the same solutions, such as "x < 1 or x > 2" or {x | x > 2}."""
     wanted = _conditions(gold)
     given = _conditions(reading) if wanted else []
     if not given or wanted == given:  # sympy takes long to solve them
@@ -433,7 +433,7 @@ def _same_sets(gold: str, reading: str) -> bool:
 
 
 def _conditions(text: str) -> list[Any]:
-    """Relations and sets of which one must hold; empty where it is written otherwise."""
+    """The alternatives (relations and sets) of a condition; empty for any other text."""
     s = bare(text)
     builder = _BUILDER.fullmatch(s)
     if builder is None and not re.search(r"\\le|\\ge|<|>|\\cup|\\infty", s):
@@ -449,7 +449,7 @@ def _conditions(text: str) -> list[Any]:
 
 
 def _union(conditions: list[Any]) -> Any:
-    """Of their solutions; None where sympy finds none."""
+    """The union of the conditions' solutions; None if sympy cannot solve them."""
     try:
         sets = [one if isinstance(one, Set) else one.as_set() for one in conditions]
     except expressions.NO_VALUE:  # of several variables, or of a kind that sympy does not solve
@@ -458,7 +458,7 @@ def _union(conditions: list[Any]) -> Any:
 
 
 def _in_bases(text: str) -> set[tuple[str, str]]:
-    """(digits, base) of the numbers that are not in base ten; of an equation, those on its right."""
+    """(digits, base) of the numbers that are not in base ten; in an equation only those on its right side."""
     found = _BASE.findall(unwrapped(answer_text.plain(text)).rpartition("=")[2])
     pairs = {(digits.lstrip("0"), _BASES.get(one or other, one or other)) for digits, one, other in found}
     return {pair for pair in pairs if pair[1] != "10"}
@@ -468,13 +468,13 @@ def _in_bases(text: str) -> set[tuple[str, str]]:
 
 
 def _parsed(text: str, *, prose: bool = False) -> list[Any]:
-    """What math-verify makes of it. Its own time limits are off, here and below: ours covers the whole question."""
+    """Parses with math-verify. Its own time limits are off, here and below: the worker's limit covers the score."""
     kinds = [_LATEX, ExprExtractionConfig()] if prose else [_LATEX]
     return parse(text if prose else f"\\boxed{{{text}}}", kinds, fallback_mode="no_fallback", parsing_timeout=None)
 
 
 def _same(wanted: list[Any], given: list[Any]) -> bool:
-    """math-verify's word on two pieces of mathematics, where their values do not say otherwise."""
+    """Whether math-verify finds the two equal, unless their numeric values disagree with it (expressions.py)."""
     if not wanted or not given:
         return False
     if verify([wanted[0]], [given[0]], allow_set_relation_comp=True, timeout_seconds=None):
@@ -483,7 +483,7 @@ def _same(wanted: list[Any], given: list[Any]) -> bool:
 
 
 def _found_in_prose(reading: str, gold: str, number: Measure | None) -> bool:
-    """Whether the mathematics in a sentence, or the last of it, is the gold; one with "or" gives no one answer."""
+    """Whether the (last) mathematics in a sentence is the gold answer; a sentence with "or" gives no single answer."""
     line = unwrapped(answer_text.plain(reading))
     if line.endswith("?") or _OPEN.search(line) or _CHANGED.search(line) or _names_several(line):
         return False
@@ -494,7 +494,7 @@ def _found_in_prose(reading: str, gold: str, number: Measure | None) -> bool:
 
 
 def _names_several(line: str) -> bool:
-    """Whether several numbers stand apart in `line` and the last is not what a calculation comes to."""
+    """Whether `line` contains several separate numbers and the last is not the result of a calculation."""
     parts = re.split(r"[^\W\d_]{2,}|[,;]\s|[.!?]\s", re.sub(r"\\[a-zA-Z]+", " ", line))
     counted = [part for part in parts if re.search(r"\d", part)]
     return len(counted) > 1 and re.search(r"\d.*=.*\d", counted[-1]) is None

@@ -1,22 +1,22 @@
-"""The built-in environment: chains of additions and subtractions, with a trace that works them out step by step.
+"""The built-in environment: chains of additions and subtractions, with traces that solve them step by step.
 
     prompt       3+4-5+6=
     completion   <think>3+4=7-5=2+6=8</think>8
 
-Integer arithmetic with one-digit terms and totals. A trace writes the total after every operation, four characters a
-step: where steps are equally long, a small decoder learns to find the next term in half the updates.
+Integer arithmetic with one-digit terms and totals. A trace writes the total after every operation, four characters per
+step: with steps of equal length, a small decoder learns to find the next term in half the optimizer steps.
 
-A slip is a step with a wrong result near the right one; the trace goes on consistently from the wrong total, and ends
-in a wrong answer. A policy trained on traces with slips knows how to work and makes mistakes at their rate: there
-is something to unlearn. Some traces are interrupted: the phrase cuts the thinking anywhere, and the answer is the total
-so far.
+A slip is a step with a wrong result near the correct one; the trace continues consistently from the wrong total, and
+ends with a wrong answer. A policy trained on traces with slips knows the method and makes mistakes at their rate, which
+RL can then remove. Some traces are interrupted: the phrase cuts the thinking anywhere, and the answer is the total so
+far.
 
-Training and held-out problems are disjoint by construction: a hash of a problem's text says which of the two it is.
-Right is the right integer and nothing else, perhaps with spaces around it.
+Training and held-out problems are disjoint by construction: a hash of a problem's text selects the side. Only the exact
+integer is correct, optionally with spaces around it.
 
-config.environment.unanswerable = q makes a task whose ceiling is known: of a share q of the prompts of each side, those
-of the lowest hash, the answer is a digit that has nothing to do with the problem. Each of the ten digits is the answer
-of as many of them, so what is expected of the best policy on held-out prompts is 1 - q + q / 10. Traces are as before.
+config.environment.unanswerable = q makes a task with a known ceiling: for a share q of the prompts of each side, those
+with the lowest hashes, the answer is a digit unrelated to the problem. Each of the ten digits occurs equally often, so
+the best policy's expected accuracy on held-out prompts is 1 - q + q / 10. Traces are unchanged.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ from scalerl_jax.environments.base import Environment, Row, Score
 from scalerl_jax.environments.made_problems import INTERRUPTED_SHARE, Piece, distinct, is_held_out
 
 FIRST_TOTAL, LAST_TOTAL = 2, 7  # running totals of a problem
-LEAST, MOST = 0, 9  # of a trace, which slips shift: there is room for one slip, and mostly for more
-SLIPS = (-2, -1, 1, 2)  # a slip's result minus the right one
+LEAST, MOST = 0, 9  # totals of a trace, which slips shift: the range allows one slip, and mostly more
+SLIPS = (-2, -1, 1, 2)  # a slip's result minus the correct one
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _VALIDATION_SEED = 20_251_013  # the held-out problems are the same in every run, whatever its seed
 
@@ -57,7 +57,7 @@ def make(config: Config) -> Environment:
 
 
 def score(row: Row, completion: str) -> Score:
-    """The answer must be an integer: 3+4= is not 7, though it comes to that, and it gives no answer to vote for."""
+    """The answer must be an integer: "3+4=" does not count as 7, and gives no answer to vote for."""
     text, wanted = completion.strip(), int(row.answer)
     if _INTEGER.fullmatch(text) is None:
         return Score(-1.0, False, why=f"said no integer, wanted {wanted}")
@@ -86,7 +86,7 @@ def held_out(problem: Problem) -> bool:
 
 
 def draw(rng: np.random.Generator, environment: EnvironmentConfig, *, validation: bool) -> Problem:
-    """A problem of the side asked for; a chain of n terms has n - 1 operations, n uniform in the config's range."""
+    """Draws a problem of one side; a chain of n terms has n - 1 operations, n is uniform in the config's range."""
     while True:
         length = int(rng.integers(environment.minimum_terms, environment.maximum_terms + 1)) - 1
         start = total = int(rng.integers(FIRST_TOTAL, LAST_TOTAL + 1))
@@ -102,9 +102,9 @@ def draw(rng: np.random.Generator, environment: EnvironmentConfig, *, validation
 
 
 def problems(count: int, environment: EnvironmentConfig, *, seed: int, validation: bool) -> list[Problem]:
-    """`count` distinct problems. Held-out ones do not depend on `seed`, and are fewer where there are no more.
+    """`count` distinct problems. Held-out ones do not depend on `seed`, and may be fewer if no more exist.
 
-    Raises ValueError where the range of terms is empty or has too few training problems.
+    Raises ValueError if the range of terms is empty or has too few training problems.
     """
     minimum_terms, maximum_terms = environment.minimum_terms, environment.maximum_terms
     if not 2 <= minimum_terms <= maximum_terms:
@@ -123,7 +123,7 @@ def problems(count: int, environment: EnvironmentConfig, *, seed: int, validatio
 
 
 def unanswerable(found: Sequence[Problem], share: float) -> dict[Problem, str]:
-    """The answers of a share of the problems, those of the lowest hash: each digit as often as the others."""
+    """The answers of a share of the problems, those with the lowest hashes: each digit occurs equally often."""
 
     def draw(problem: Problem) -> bytes:
         return hashlib.blake2b(problem.text.encode(), digest_size=8, person=b"unanswerable").digest()
@@ -133,7 +133,7 @@ def unanswerable(found: Sequence[Problem], share: float) -> dict[Problem, str]:
 
 
 def trace(problem: Problem, rng: np.random.Generator, *, error_rate: float, phrase: str = "") -> tuple[Piece, ...]:
-    """A completion: thinking with slips, `</think>`, the answer. With a `phrase`, some are interrupted by it."""
+    """A completion: thinking with slips, `</think>`, the answer. A `phrase` interrupts a share of them."""
     total, steps, totals = problem.start, [f"<think>{problem.start}"], [problem.start]
     for i, term in enumerate(problem.terms):
         total += term
@@ -143,14 +143,14 @@ def trace(problem: Problem, rng: np.random.Generator, *, error_rate: float, phra
         totals.append(total)
     if not phrase or rng.random() >= INTERRUPTED_SHARE:
         return (Piece(f"{''.join(steps)}</think>{total}"),)
-    # Cut within step `done`, the first that is not whole; the budget of a real interruption ends anywhere too.
+    # Cut within step `done`, the first incomplete one; the budget of a real interruption ends anywhere too.
     done = int(rng.integers(1, len(steps)))
     cut = steps[done][: int(rng.integers(0, len(steps[done])))]
     return (Piece("".join(steps[:done]) + cut), Piece(phrase, trained=False), Piece(str(totals[done - 1])))
 
 
 def _slip(total: int, rest: tuple[int, ...], rng: np.random.Generator) -> int:
-    """A result near `total` from which the rest of the chain keeps one digit; `total` where there is none."""
+    """A result near `total` with which the rest of the chain stays one-digit; `total` if there is none."""
     ahead = np.cumsum((0, *rest))
     fits = [total + s for s in SLIPS if (total + s + ahead).min() >= LEAST and (total + s + ahead).max() <= MOST]
     return int(rng.choice(fits)) if fits else total

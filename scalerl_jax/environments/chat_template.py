@@ -1,15 +1,15 @@
-"""The chat template of a model folder: messages as the text that the model was trained on.
+"""The chat template of a model folder: converts messages to the text format that the model was trained on.
 
     MODEL/chat_template.jinja, else `chat_template` in MODEL/tokenizer_config.json: a text, or a list of
-    {"name", "template"} of which "default" is taken
+    {"name", "template"} of which "default" is used ("tool_use" if template_arguments has tools)
 
-The template is the model's own jinja, rendered by transformers' own code: a prompt is what `apply_chat_template` makes
-of it, in training as in serving. `renderers`, the other well-kept library for it, has a Python class for each model it
-knows and does not read the folder's template. transformers takes a second to import and brings no torch and none of its
-models; only what renders imports it.
+The template is the model's own jinja, rendered by transformers' own code: a prompt equals the result of
+`apply_chat_template`, in training as in serving. `renderers`, the other well-maintained library for this, has a Python
+class for each known model and does not read the folder's template. transformers takes a second to import, without torch
+or its models; it is imported only for rendering.
 
-Left out on purpose: templates of a processor (chat_template.json) and the special tokens that a tokenizer's class adds
-where tokenizer_config.json names none.
+Not supported on purpose: templates of a processor (chat_template.json) and the special tokens that a tokenizer's class
+adds if tokenizer_config.json names none.
 """
 
 import os
@@ -24,25 +24,25 @@ from scalerl_jax.system.files import read_object
 Messages = Sequence[Mapping[str, Any]]  # {"role", "content", ...}
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# What the rendering itself is told by these names.
+# Arguments of the rendering function itself, which the config cannot set.
 _TAKEN = {"conversations", "messages", "chat_template", "add_generation_prompt", "continue_final_message"}
 _TAKEN |= {"return_assistant_tokens_mask", "strftime_now", "raise_exception"}
-_ANSWER = "answered"  # what no template writes of itself behind an answer
-_TURN = "answered 7f3a9c"  # nor anywhere else
+_ANSWER = "answered"  # a text that no template writes after an answer
+_TURN = "answered 7f3a9c"  # a text that no template writes anywhere
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """Of one model folder, with the arguments that it is given at each rendering.
+    """The chat template of one model folder, with its arguments for every rendering.
 
-    Raises ValueError naming the file that is unusable, or the argument that the template does not read.
+    Raises ValueError naming an argument that the config cannot set or the template does not read.
     """
 
     def __init__(self, *, file: str, template: str, tokens: Mapping[str, str], arguments: Mapping[str, Any]):
         self.file = file
-        self.dated = False  # whether a rendering so far has today's date in it
+        self.dated = False  # whether any rendering so far contains today's date
         self.text, self._arguments = template, {**tokens, **arguments}
-        self.marks_turns = _MARKS_TURNS.search(template) is not None  # which tokens an assistant says
+        self.marks_turns = _MARKS_TURNS.search(template) is not None  # whether it marks the assistant's tokens
         for name in arguments:
             if name in _TAKEN:
                 raise ValueError(f"config.environment.template_arguments: {name!r} is not for the config to give")
@@ -54,33 +54,33 @@ class ChatTemplate:
     def render(
         self, messages: Messages, *, generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """The text of `messages`, with what begins the assistant's next turn behind it. tools: their JSON schemas.
+        """The text of `messages`, followed by the generation prompt. tools: JSON schemas.
 
-        Raises ValueError, one line with the template's file, for whatever the template raises.
+        Raises ValueError, one line with the template's file, for any exception of the template.
         """
         return self._render(messages, generation_prompt=generation_prompt, turns=False, tools=tools)[0]
 
     def render_turns(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a whole chat, and which parts of it the template marks as the assistant's (`marks_turns`)."""
+        """The text of a whole chat, and the (start, stop) spans that the template marks as the assistant's."""
         return self._render(messages, generation_prompt=False, turns=True)
 
     def behind_answer(self, asked: Messages = ({"role": "user", "content": "?"},)) -> str:
-        """What the template writes behind what the assistant says last. Raises ValueError as `render`."""
+        """The text that the template writes after the assistant's last message. Raises ValueError as `render`."""
         whole = self.render([*asked, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
         return whole.rpartition(_ANSWER)[2]
 
     def next_turn(self, messages: Messages) -> str:
-        """What the template writes behind what an assistant has said: the rest of that turn, `messages`, and what
-        begins the assistant's next turn. Raises ValueError as `render`."""
+        """The text that the template writes after an assistant's message: the end of that turn, `messages`, and the
+        generation prompt of the next turn. Raises ValueError as `render`."""
         asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
         return self.render([*asked, *messages]).partition(_TURN)[2]
 
     def unknown_end(self, tokenizer: Tokenizer) -> str:
-        """A line where the template ends the assistant's turns with a token that is no stop token of the folder's, as
-        of many base models: completions would go on behind it. "": it does not."""
+        """A warning if the template ends the assistant's turns with a token that is not one of the folder's stop
+        tokens, as in many base models: completions would continue after it. "" if there is no such problem."""
         try:
             behind = tokenizer.encode(self.behind_answer())
-        except ValueError:  # one that renders prompts alone ends no turns
+        except ValueError:  # a template that renders only prompts ends no turns
             return ""
         end = next((token for token in behind if tokenizer.is_added(token)), None)
         if end is None or set(behind) & set(tokenizer.stop_ids):
@@ -100,12 +100,12 @@ class ChatTemplate:
         if tools and not re.search(r"\btools\b", self.text):
             raise ValueError(f"{self.file}: the chat template does not know tools")
         try:
-            # Here and not above: a run whose prompts are texts does not need it.
+            # Imported here: a run whose prompts are texts does not need it.
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:
             raise ValueError(f"{self.file}: chat templates need transformers ({error})") from error
         try:
-            rendered: Any = render_jinja_template(  # its annotation is of what it returned once
+            rendered: Any = render_jinja_template(  # its return annotation is outdated
                 conversations=[[dict(message) for message in messages]],
                 chat_template=self.text,
                 add_generation_prompt=generation_prompt,
@@ -113,7 +113,7 @@ class ChatTemplate:
                 strftime_now=self._today,
                 **given,
             )
-        # A template is a program of the folder's: beside jinja's own errors it raises whatever its expressions do.
+        # A template is a program: besides jinja's own errors it raises any error of its expressions.
         except Exception as error:
             line = getattr(error, "lineno", None)
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -124,13 +124,13 @@ class ChatTemplate:
         return texts[0], [(start, stop) for start, stop in marked[0]] if turns else []
 
     def _today(self, form: str) -> str:
-        """Like the library's own `strftime_now`: the date for a template that is not given one."""
+        """Like the library's own `strftime_now`: the date for a template that gets none as an argument."""
         self.dated = True
         return datetime.now().strftime(form)
 
 
 def read_chat_template(folder: str, arguments: Mapping[str, Any] | None = None) -> ChatTemplate | None:
-    """The template of a model folder; None where it has none. Raises ValueError naming the file that is unusable."""
+    """The template of a model folder; None if it has none. Raises ValueError naming an unusable file."""
     arguments = arguments or {}
     config_file = os.path.join(folder, "tokenizer_config.json")
     config = read_object(config_file) if os.path.isfile(config_file) else {}
@@ -166,7 +166,7 @@ def _of_several(named: list[Any], file: str, *, tools: bool) -> str:
 
 
 def _special_tokens(folder: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token, ... as templates know them: those that the folder names."""
+    """The special tokens that the folder names, as templates know them: bos_token, eos_token, ..."""
     named = dict(config)
     older = os.path.join(folder, "special_tokens_map.json")
     if "added_tokens_decoder" not in config and os.path.isfile(older):

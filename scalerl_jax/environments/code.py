@@ -1,16 +1,16 @@
-"""Code problems: a completion is a program, right if it passes all unit tests of its problem (code_judge.py).
+"""Code problems: a completion is a program, correct if it passes all unit tests of its problem (code_judge.py).
 
-The program is the last fenced block that is marked as Python, or the only one there is if it is not marked:
+The program is the last fenced block that is marked as Python, or else the only block if it has no language:
 
     ```python
     print(int(input()) * 2)
     ```
 
-A fence is of backticks or of tildes. Where its first line is indented, as in a list, that much is no part of the
-program.
+A fence consists of backticks or tildes. If its first line is indented, as in a list, that indentation is removed from
+the program.
 
-Rows are those of the config's sources (data/), with their tests in the column that config.environment.columns.tests
-names or in those of a published layout (code_tests.py).
+Rows come from the config's sources (data/), with tests in the column that config.environment.columns.tests names or in
+those of a published layout (code_tests.py).
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from scalerl_jax.environments.sandbox_check import check
 
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([\w+-]*)")
 _PYTHON = ("python", "python3", "py")
-_NOT_KEPT = (*code_tests.COLUMNS, "solutions", "incorrect_solutions")  # columns no score looks at, which are long
+_NOT_KEPT = (*code_tests.COLUMNS, "solutions", "incorrect_solutions")  # long columns that no score reads
 
 
 def make(config: Config) -> Environment:
@@ -37,7 +37,7 @@ def make(config: Config) -> Environment:
     reader = Reader(config, kind="code", needs=(), finish=functools.partial(with_tests, environment=environment))
 
     def rows(split: str) -> Iterator[Row]:
-        prepare(environment)  # what is missing on this machine is said before rows are read, too
+        prepare(environment)  # reports missing requirements before rows are read
         yield from reader.rows(split)
 
     return Environment(
@@ -52,7 +52,7 @@ def make(config: Config) -> Environment:
 
 
 def with_tests(row: Row, columns: Mapping[str, Any], *, environment: EnvironmentConfig) -> Row:
-    """The row with its tests as a score wants them. Raises ValueError where they cannot be used."""
+    """The row with its tests in the format of scores. Raises ValueError if they cannot be used."""
     column, limits = environment.columns.tests, environment.sandbox
     tests = code_tests.longest(code_tests.find_tests(columns, column), limits.tests)
     for number, (_, right) in enumerate(tests["cases"], 1):
@@ -67,7 +67,7 @@ def with_tests(row: Row, columns: Mapping[str, Any], *, environment: Environment
 
 
 def prepare(environment: EnvironmentConfig) -> None:
-    """Raises ValueError, one line, where no sandbox can be made on this machine or with this memory."""
+    """Raises ValueError, one line, if no sandbox can be made on this machine or with this memory."""
     memory, around = environment.sandbox.memory_bytes, environment.verifier_memory_bytes
     if memory > around:
         raise ValueError(
@@ -79,12 +79,12 @@ def prepare(environment: EnvironmentConfig) -> None:
 
 
 def waits_seconds(limits: SandboxConfig) -> float:
-    """By clock, of all tests of one program."""
+    """Wall-clock limit of all tests of one program, including the start of the sandbox."""
     return limits.all_seconds + sandbox.START_SECONDS
 
 
 def score(row: Row, completion: str, *, environment: EnvironmentConfig) -> Score:
-    """A row that was not read here has the columns of its tests: raises ValueError where they cannot be used."""
+    """Scores a completion. A row from elsewhere has its tests in columns: raises ValueError if they cannot be used."""
     program = find_program(completion)
     if program is None:
         why = "there is no program: no block between ```python and ```"
@@ -95,7 +95,7 @@ def score(row: Row, completion: str, *, environment: EnvironmentConfig) -> Score
 
 
 def score_program(row: Row, program: str, limits: SandboxConfig) -> Score:
-    """Raises ScorerError where no sandbox can be started any more."""
+    """Scores a program. Raises ScorerError if no sandbox can be started any more."""
     try:
         verdict = judge(program, row.extra["unit_tests"], limits)
     except sandbox.SandboxLost as lost:
@@ -105,7 +105,7 @@ def score_program(row: Row, program: str, limits: SandboxConfig) -> Score:
 
 
 def find_program(completion: str) -> str | None:
-    """The text of the block, or None where there is none."""
+    """The program in a completion (see the module's docstring), or None."""
     marked: list[str] = []
     others: list[tuple[str, str]] = []  # kind, text
     indent, fence, kind = "", "", ""
@@ -131,7 +131,7 @@ def find_program(completion: str) -> str | None:
 
 
 def _less_indented(line: str, indent: str) -> str:
-    """`line` without `indent`, or without what it has of it where it has fewer spaces."""
+    """`line` without `indent`, or without its leading spaces if there are fewer."""
     if line.startswith(indent):
         return line[len(indent) :]
     return line[min(len(indent), len(line) - len(line.lstrip(" "))) :]

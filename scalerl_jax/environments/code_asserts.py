@@ -1,18 +1,18 @@
-"""Unit tests that are Python: asserts on what a program's functions give (HumanEval, MBPP, KodCode, LeetCode).
+"""Unit tests that are Python: asserts on the results of a program's functions (HumanEval, MBPP, KodCode, LeetCode).
 
-A test would be no judge in the process of the program, which may redefine what it looks at. So each has a sandbox of
-its own, and the two are never in one:
+In the program's process a test would prove nothing, since the program could redefine what it checks. So the test and
+the program run in two separate sandboxes:
 
-    the test runs until it calls a function of the program, and says which, with which arguments
+    the test runs until it calls a function of the program, and reports the function and its arguments
     the program answers that call, in its sandbox
-    the test runs again from its beginning, with the answers that are known, until it has ended
+    the test restarts from its beginning, with the known answers, until it ends
 
-Arguments and answers go between them as plain values: numbers, texts, lists, tuples, sets, dicts and what is made of
-them; an iterator is the list of what it gives, and a list that a function has changed is changed in the test. An
-exception of the program is raised in the test under its name, as far as it is one of Python's own.
+Arguments and answers are passed as plain values: numbers, texts, lists, tuples, sets, dicts and combinations of them;
+an iterator becomes a list of its items, and a list, dict or set that a function changed is changed in the test. An
+exception of the program is raised in the test, as the built-in of that name or else as a new subclass of Exception.
 
-A test has the standard library, and of pytest `raises` and `approx`. Any name that is not defined in it is a function
-of the program, a method of its class Solution too.
+A test has the standard library, and `raises` and `approx` of pytest. Any name that it does not define is a function of
+the program, which may also be a method of its class Solution.
 """
 
 import ast
@@ -28,9 +28,9 @@ from scalerl_jax.environments.sandbox import Limits, Outcome, Sandbox
 
 MOST_CALLS = 1000  # of one test
 _PYTEST = re.compile(r"\bpytest\.(?!raises\b|approx\b)(\w+)")
-_OURS = ("solution", "pytest")  # modules that a test may import beside the standard library
+_OURS = ("solution", "pytest")  # modules that a test may import besides the standard library
 
-# What both sides of a call are given: values as JSON has them, and back.
+# Code for both sandboxes: converts values to JSON and back.
 _VALUES = """
 def _scalerl_pack(value):
     for kind in (bool, int, float, str):
@@ -161,10 +161,10 @@ def _scalerl_test(text, known):
 
 
 def read(snippets: Sequence[str], *, setup: str = "", stub: str = "", where: str) -> dict[str, Any]:
-    """Tests as scores use them (code_tests.py): each of `snippets` is one, behind `setup`.
+    """Tests in the format of scores (code_tests.py): each of `snippets` is one test, executed after `setup`.
 
-    stub: the beginning of a program that the prompt gives, with what the program may leave out. Raises ValueError where
-    a test cannot run here.
+    stub: the beginning of the program in the prompt, whose definitions the program may omit. Raises ValueError if a
+    test cannot run here.
     """
     for number, snippet in enumerate(snippets, 1):
         _check(f"{setup}\n{snippet}", f"test {number} of {where}")
@@ -172,7 +172,10 @@ def read(snippets: Sequence[str], *, setup: str = "", stub: str = "", where: str
 
 
 def of_check(text: str, called: str, where: str) -> list[str]:
-    """Of `def check(candidate): assert ...` a test for each assert, where it is nothing else; else one test."""
+    """Splits `def check(candidate): assert ...` into one test per assert; one test if it has other statements.
+
+    Raises ValueError.
+    """
     end = f"check({called.rpartition('.')[2]})"
     try:
         tree = ast.parse(text)
@@ -210,9 +213,9 @@ def _check(text: str, where: str) -> None:
 
 
 def judge(program: str, tests: Mapping[str, Any], config: SandboxConfig, *, imports: str) -> tuple[str, int, str]:
-    """(kind, tests passed, why): as of code_judge.Verdict. imports: of what the program names and may leave out.
+    """(kind, tests passed, why), as in code_judge.Verdict. imports: import lines that the program may omit.
 
-    Raises SandboxLost where no sandbox can be started any more.
+    Raises SandboxLost if no sandbox can be started any more.
     """
     end = time.monotonic() + config.all_seconds
     limits, count = Limits.of(config), len(tests["cases"])
@@ -248,7 +251,7 @@ def _one(text: str, programs: Sandbox, judges: Sandbox, end: float) -> tuple[str
 
 
 def _reply(outcome: Outcome) -> tuple[dict[str, Any] | None, str]:
-    """(what it says, "") or (None, why not)."""
+    """(reply of the sandbox, "") or (None, reason)."""
     if outcome.kind != "ended":
         return None, outcome.why
     try:

@@ -1,24 +1,24 @@
-"""A program against the unit tests of its problem, in a sandbox: stops at the first test that fails.
+"""Runs a program on the unit tests of its problem, in a sandbox; stops at the first test that fails.
 
-    ok         all tests
-    wrong      it ended, and gave something else
-    timeout    a test took longer than config.environment.sandbox.seconds, or all of them than all_seconds
-    memory, output    it needed more than it may have
+    ok         all tests passed
+    wrong      the program ended with another result
+    timeout    a test exceeded config.environment.sandbox.seconds, or all tests together all_seconds
+    memory, output    the program exceeded that limit
     crashed    an exception, an exit code other than 0, a signal
 
-Programs of these data sets leave out imports that their judges make for them, as `List` of typing or `inf` of math: for
-names that stand in the program and that NAMES knows, the same is done here.
+Programs of these data sets omit imports that the original judges add, such as `List` of typing or `inf` of math. Names
+that occur in the program and are listed in NAMES are imported here too.
 
-Whether what a program gave is what was wanted. It is compared out here, where no program has a say.
+Results are compared outside the sandbox, where the program cannot influence the comparison.
 
-Standard output, line by line; lines at the beginning and end with nothing on them do not count:
-    a line is right if its words are the wanted ones, each of them alike
-    words are alike if they are the same, or numbers of the same value; where the wanted one has a decimal point or an
-    exponent, within 1e-6 of it, absolute or relative; a wanted 010101 is a text
+Standard output is compared line by line, ignoring empty lines at the beginning and end:
+    a line matches if it has as many words as the expected line, and each word matches
+    words match if they are equal, or numbers of the same value; if the expected number has a decimal point or an
+    exponent, within 1e-6 of it, absolute or relative; an expected 010101 is a text
 
-Values, after both went through JSON (a tuple is a list, keys are texts):
-    lists and objects part by part; numbers by value, within 1e-6 where the wanted one is a float (5.0 is the integer 5,
-    5.000001 is not); else the same
+Values are compared after both went through JSON (a tuple is a list, keys are strings):
+    lists and objects element by element; numbers by value, within 1e-6 if the expected one is a float (the integer 5
+    accepts 5.0, but not 5.000001); anything else must be equal
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def same_output(wanted: str, given: str) -> bool:
 
 
 def differing_line(wanted: str, given: str) -> tuple[str, str] | None:
-    """(wanted, given): the first that is wrong; "" for one that is not there."""
+    """The first pair of lines (wanted, given) that differs; "" stands for a missing line."""
     wanted_lines, given_lines = wanted.strip().split("\n"), given.strip().split("\n")
     for i in range(max(len(wanted_lines), len(given_lines))):
         left = wanted_lines[i].strip() if i < len(wanted_lines) else None
@@ -76,7 +76,7 @@ def _near(wanted: float, given: float) -> bool:
 
 
 def same_value(wanted: Any, given: Any) -> bool:
-    """Of values of JSON."""
+    """Compares two JSON values."""
     if isinstance(wanted, list) and isinstance(given, list):
         return len(wanted) == len(given) and all(map(same_value, wanted, given))
     if isinstance(wanted, dict) and isinstance(given, dict):
@@ -119,7 +119,7 @@ class Verdict:
 
 
 def judge(program: str, tests: Mapping[str, Any], config: SandboxConfig) -> Verdict:
-    """tests: as code_tests.py has them. Raises SandboxLost where no sandbox can be started any more."""
+    """Runs `tests` (in the format of code_tests.py). Raises SandboxLost if no sandbox can be started any more."""
     cases, function = tests["cases"], tests["function"]
     if "asserts" in tests:
         kind, passed, why = code_asserts.judge(program, tests, config, imports=missing_imports(program))
@@ -139,7 +139,7 @@ def judge(program: str, tests: Mapping[str, Any], config: SandboxConfig) -> Verd
 
 
 def missing_imports(program: str) -> str:
-    """Imports of what the program names and may have left out; its own definitions come later and hold."""
+    """Import lines for known names in the program that it may not import; its own definitions come later and win."""
     words = set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", program))
     lines = []
     for module, names in NAMES.items():

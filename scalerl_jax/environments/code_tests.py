@@ -1,4 +1,4 @@
-"""Unit tests of a code problem in the layouts that data sets have them in, and in the one that scores use.
+"""Converts the unit tests of a code problem from the layouts of known data sets to the format that scores use.
 
     DeepCoder        tests: JSON (or Python's own notation) of a list of {"input", "output", "type" or "testtype",
                      "fn_name" or "metadata": {"func_name"}}, or of one {"inputs", "outputs", "fn_name"}
@@ -7,20 +7,20 @@
     TACO, APPS       input_output: JSON of {"inputs", "outputs", "fn_name"}
     CodeContests     public_tests, private_tests, generated_tests: {"input": [...], "output": [...]} each
     HumanEval        test: `def check(candidate): assert ...`; entry_point, prompt
-    MBPP             test_list: asserts, behind test_setup_code or test_imports
+    MBPP             test_list: asserts, after test_setup_code or test_imports
     KodCode          test: functions test_...() that import from `solution`
     Skywork-OR1      one of {"inputs", "outputs", "fn_name"}, {"assert_case": asserts} and {"import_prefix",
                      "test_code": as HumanEval's, "entry_point"}
 
-    here             {"asserts": true, ...}: code_asserts.py
+    for scores       {"asserts": true, ...}: code_asserts.py
                      {"function": "", "cases": [[input, [output]], ...]}                 a script: texts
-                     {"function": name, "cases": [[arguments, [value, ...]], ...]}       a call: values of JSON
+                     {"function": name, "cases": [[arguments, [value, ...]], ...]}       a call: JSON values
 
-Where a function's tests are texts, an input has one argument a line, each JSON, and an output is JSON. Where they are
-values, an output is often the right value in a list of its own: then either is right, as these data sets' own judge
-has it. A text given as a list is its lines.
+If a function's tests are texts, an input has one JSON argument per line, and an output is JSON. If they are values, an
+output is often the expected value in a list of one: then either is accepted, as by these data sets' own judge. A text
+given as a list is its lines.
 
-What is pickled may be a text and nothing else: whatever names a class or a function is refused, and nothing of it runs.
+A pickle may only contain a text: one that names a class or a function is rejected, and none of it is executed.
 """
 
 import ast
@@ -38,8 +38,8 @@ from scalerl_jax.environments.data.columns import MISSING, find
 MOST_BYTES = 2**28  # of one row's tests, unpacked
 PUBLIC, PRIVATE = "public_test_cases", "private_test_cases"
 CONTESTS = ("public_tests", "private_tests", "generated_tests")
-COLUMNS = ("input_output", PUBLIC, PRIVATE, *CONTESTS, "test", "test_list")  # beside the one that the config names
-# Of pickle, in all its protocols.
+COLUMNS = ("input_output", PUBLIC, PRIVATE, *CONTESTS, "test", "test_list")  # besides the one that the config names
+# Opcodes of pickle, in all its protocols.
 _TEXTS = ("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")
 _AROUND_TEXTS = ("PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "STOP")
 _MOST_OPCODES = 16
@@ -76,7 +76,7 @@ def find_tests(columns: Mapping[str, Any], column: str) -> Tests:
 
 
 def _asserts(columns: Mapping[str, Any]) -> Tests:
-    """Of HumanEval, MBPP and KodCode."""
+    """The tests of HumanEval, MBPP and KodCode."""
     if columns.get("test_list") is not None:
         tests, setup = _parsed(columns["test_list"], "test_list"), columns.get("test_setup_code") or ""
         if columns.get("test_imports"):
@@ -95,7 +95,10 @@ def _asserts(columns: Mapping[str, Any]) -> Tests:
 
 
 def read_tests(value: Any, name: str, function: str = "") -> Tests:
-    """From a list of tests or from {"inputs", "outputs"}, or a text of either. `function` where they name none."""
+    """Reads any of the layouts above, or its JSON text. function: the default name if the tests have none.
+
+    Raises ValueError.
+    """
     value = _parsed(value, name)
     if isinstance(value, Mapping) and "assert_case" in value:
         value = value["assert_case"]
@@ -154,7 +157,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _function(test: Mapping[str, Any], where: str, other: str) -> str:
-    """ "" where a test is of standard input and output."""
+    """The function that a test calls; "" if it uses standard input and output."""
     kind = test.get("testtype") or test.get("type") or ""
     if kind not in (*_STDIN_TYPES, *_CALL_TYPES):
         raise ValueError(f"{where}: its type is {kind!r}, wanted: {', '.join((*_STDIN_TYPES[:2], *_CALL_TYPES))}")
@@ -165,7 +168,7 @@ def _function(test: Mapping[str, Any], where: str, other: str) -> str:
 
 
 def _function_of(metadata: Any) -> str:
-    """What a column of metadata says of the function."""
+    """The function's name in a metadata column; "" if there is none."""
     if isinstance(metadata, str) and metadata.strip():
         metadata = _parsed(metadata, "metadata")
     if isinstance(metadata, Mapping):
@@ -174,7 +177,7 @@ def _function_of(metadata: Any) -> str:
 
 
 def _parsed(value: Any, name: str) -> Any:
-    """The value of a text; other values as they are."""
+    """The value of a text that is JSON or a Python literal; other values unchanged."""
     if not isinstance(value, str):
         return value
     if len(value) > MOST_BYTES:
@@ -192,7 +195,7 @@ def _parsed(value: Any, name: str) -> Any:
 
 
 def _private(value: Any) -> Any:
-    """Tests that are packed, so that they are not read by accident."""
+    """Unpacks tests, which are packed so that they are not read by accident."""
     if not isinstance(value, str):
         return value
     try:
@@ -211,7 +214,7 @@ def _private(value: Any) -> Any:
 
 
 def _unpickled(data: bytes) -> str:
-    """Of a pickled text, by its opcodes: pickle itself makes room for what a few bytes name. Raises ValueError."""
+    """The text in a pickle, from its opcodes: pickle itself may allocate far more than its input. Raises ValueError."""
     texts: list[str] = []
     for number, (opcode, value, _) in enumerate(pickletools.genops(data)):
         if opcode.name not in (*_TEXTS, *_AROUND_TEXTS) or number > _MOST_OPCODES:
@@ -238,7 +241,7 @@ def _text(value: Any, where: str) -> str:
 
 
 def _call(given: Any, wanted: Any, where: str) -> list[Any]:
-    """[arguments, right values]"""
+    """[arguments, accepted values]"""
     if isinstance(given, str):
         try:
             arguments = [json.loads(line) for line in given.strip().split("\n")] if given.strip() else []

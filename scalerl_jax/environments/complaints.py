@@ -1,4 +1,4 @@
-"""What score functions say of themselves when they fail: logged once for each kind of it, and for so many kinds."""
+"""Failures of score functions: logged once per kind, for at most KINDS kinds."""
 
 import logging
 import threading
@@ -12,14 +12,14 @@ _log = logging.getLogger(__name__)
 
 
 class Complaints:
-    """Of one run; from any thread."""
+    """The failures logged in one run. Thread-safe."""
 
     def __init__(self) -> None:
         self._kinds: set[str] = set()
         self._lock = threading.Lock()
 
     def say(self, kind: str, line: str) -> None:
-        """Logs `line`, unless one of its kind was before."""
+        """Logs `line`, unless a failure of the same kind was logged before."""
         with self._lock:
             if kind in self._kinds or len(self._kinds) >= KINDS:
                 return
@@ -29,7 +29,7 @@ class Complaints:
 
 
 def failure(part: str, error: BaseException) -> tuple[str, str, Mapping[str, float]]:
-    """(line, kind, metrics) of an exception that a score of this part raised."""
+    """(line, kind, metrics) of an exception that a score function of this part raised."""
     if isinstance(error, ScoreFailed):
         return parts.as_written(part, error.line), f"{part} {error.kind}", error.metrics
     line = f"{parts.field(part, 'name')}: a score failed: {user_code.error_line(error)}; the completion counts as wrong"

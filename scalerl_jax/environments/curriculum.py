@@ -1,24 +1,24 @@
-"""Which prompt group n is: a stratum by its weight, a prompt of it by epochs or uniformly, without those solved.
+"""Chooses the prompt of group n: a stratum by weight, then one of its unsolved prompts, by epochs or uniformly.
 
-    stratum     the one that is furthest behind its share of the draws so far: after n draws each has had its share
-                of them to within less than one draw for every other stratum
-    epochs      of each stratum for itself: seeded permutations, one after another
-    uniform     any of its prompts, from (seed, n)
+    stratum     the one furthest behind its share of the draws so far: after n draws each stratum's count is within
+                less than one draw per other stratum of its share
+    epochs      each stratum separately: consecutive seeded permutations of its prompts
+    uniform     a random prompt of the stratum, from (seed, n)
 
-No-Positive-Resampling: a prompt whose last `window` groups have a pass rate at or over `no_positive_resampling_at`, and
-which has had `minimum_groups` of them, is retired, and never drawn again. Acting at the draw only, it does not touch a
-group already sampled. A stratum without prompts leaves its share to the others; when all are without, the run ends, or
-begins a new history in which nothing is retired (`when_empty`).
+No-Positive-Resampling: a prompt with at least `minimum_groups` groups, whose last `window` groups have a pass rate of
+at least `no_positive_resampling_at`, is retired and never drawn again. Groups that are already sampled are not
+affected. A stratum without prompts leaves its share to the others; if all are empty, the run ends, or starts a new
+history in which nothing is retired (`when_empty`).
 
     batch of group n            b = n // groups_per_batch
-    history that a draw sees    batches 0 .. b - k - 1, of a new history those from the batch on that it was begun for
+    history used by a draw      batches 0 .. b - k - 1; in a new history those since the batch at which it started
 
-A server may sample group n as soon as version b - k exists, that is after batches 0 .. b - k - 1; a draw that looked at
-anything later would depend on timing. So the sequence of prompts is a function of (seed, the scores), whatever the
-fleet's speed, and a run resumed at batch v draws what the uninterrupted run drew. One that goes on with another k, seed
-or size of batches draws by those from batch v on; what it knows of each prompt stays.
+A server may sample group n as soon as version b - k exists, that is after batches 0 .. b - k - 1; using anything later
+would make a draw depend on timing. So the sequence of prompts is a function of (seed, scores), whatever the fleet's
+speed, and a run resumed at batch v draws the same prompts as the uninterrupted run. A run resumed with another k, seed
+or batch size uses these from batch v on, and keeps the history of each prompt.
 
-The fleet's thread draws and the trainer's records, so each of these holds the lock.
+The fleet's thread draws and the trainer's thread records, so both methods hold the lock.
 
 Left out on purpose: difficulty pools, pass-rate targets.
 """
@@ -34,7 +34,7 @@ from scalerl_jax.config import CurriculumConfig
 from scalerl_jax.environments.base import Stratum
 
 NEVER = np.iinfo(np.int64).max  # the batch in which a prompt not yet retired was retired
-_UNIFORM = 5  # a stream of random numbers, beside those of the environments
+_UNIFORM = 5  # id of the random stream, distinct from those of the environments
 
 
 class NoPromptLeft(ValueError):
@@ -42,7 +42,7 @@ class NoPromptLeft(ValueError):
 
 
 class OtherPrompts(ValueError):
-    """A checkpoint's history is of `before` prompts that are not the `now` prompts there are."""
+    """A checkpoint's history is of `before` prompts, which are not the run's `now` prompts."""
 
     def __init__(self, before: int, now: int):
         super().__init__(
@@ -54,13 +54,13 @@ class OtherPrompts(ValueError):
 
 @dataclasses.dataclass
 class _History:
-    """What batches `start` and later have shown of each prompt."""
+    """Results of each prompt in the batches from `start` on."""
 
     start: int
     retired_in: np.ndarray  # [prompts] int64, the batch whose scores retired it
-    groups: np.ndarray  # [prompts] int64, how many it has had
-    correct: np.ndarray  # [prompts, window] int64, completions of the last ones
-    total: np.ndarray  # [prompts, window] int64
+    groups: np.ndarray  # [prompts] int64, number of its groups
+    correct: np.ndarray  # [prompts, window] int64, correct completions of its last groups
+    total: np.ndarray  # [prompts, window] int64, all completions of its last groups
 
     @classmethod
     def new(cls, start: int, *, prompts: int, window: int) -> "_History":
@@ -74,23 +74,23 @@ class _History:
 
 @dataclasses.dataclass
 class _Place:
-    """How far the draws have come, batch by batch: what a resumed run goes on from."""
+    """Position in the sequence of draws, kept per batch so that a run can resume."""
 
-    epochs: np.ndarray  # [strata, 2] int64: permutation in use, how much of it is drawn or skipped
-    credit: np.ndarray  # [strata] float64: draws that it is behind its share
+    epochs: np.ndarray  # [strata, 2] int64: index of the current permutation, and how much of it is drawn or skipped
+    credit: np.ndarray  # [strata] float64: number of draws by which a stratum is behind its share
 
     def copy(self) -> "_Place":
         return _Place(self.epochs.copy(), self.credit.copy())
 
 
 class Curriculum:
-    """The draw order of the prompts that the strata divide.
+    """The order in which the prompts of the strata are drawn.
 
     Args:
         k: largest staleness of a group, in batches.
-        groups_per_batch: groups of one update.
-        seed: the run's.
-        digest: of the prompts, so that a checkpoint's history is not taken for that of others.
+        groups_per_batch: groups of one optimizer step.
+        seed: the run's seed.
+        digest: of the prompts, so that a checkpoint's history is not applied to other prompts.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Curriculum:
             raise ValueError("there are no training prompts to draw from")
         self._lock = threading.Lock()
         self._config, self._k, self._groups, self._seed, self._digest = config, k, groups_per_batch, seed, digest
-        # As it is written: 0.55 of 100 completions are 55, and a little more in floats.
+        # Exact: 0.55 of 100 completions are 55, but slightly more in floats.
         self._retired_at = Fraction(str(config.no_positive_resampling_at))
         self._weights = np.asarray([stratum.weight for stratum in self._strata], np.float64)
         self._histories = [_History.new(0, prompts=self._prompts, window=config.window)]  # in order of start
@@ -120,13 +120,13 @@ class Curriculum:
         self._next_group = batch * self._groups
         self._place = place
         self._orders = [self._permutation(s, int(epoch)) for s, (epoch, _) in enumerate(place.epochs)]
-        self._starts = {batch: place.copy()}  # batch -> the place before its first draw
-        self._left: list[np.ndarray] = []  # of each stratum, the prompts that the batch being drawn may have
+        self._starts = {batch: place.copy()}  # batch -> the position before its first draw
+        self._left: list[np.ndarray] = []  # per stratum, the prompts that may be drawn for the current batch
 
     def draw(self, n: int) -> int:
-        """The prompt of group n; n must be the number after the last one drawn.
+        """The prompt of group n; groups must be drawn in order.
 
-        Raises NoPromptLeft when every prompt is retired, and the run is to end then.
+        Raises NoPromptLeft if every prompt is retired and `when_empty` is "stop".
         """
         with self._lock:
             assert n == self._next_group, f"group {n} drawn out of order, {self._next_group} comes next"
@@ -145,7 +145,7 @@ class Curriculum:
             return prompt
 
     def _begin_batch(self, batch: int) -> None:
-        """Which prompts its draws may have: the history that they see is the same for all of them."""
+        """Computes the prompts that the batch may draw: all its draws use the same history."""
         self._left = self._not_retired(batch - self._k)
         if any(map(len, self._left)):
             return
@@ -171,7 +171,7 @@ class Curriculum:
 
     def _next_of_epoch(self, s: int, *, seen: int) -> int:
         retired_in, rows = self._histories[-1].retired_in, self._strata[s].rows
-        while True:  # it ends: one of them is not retired
+        while True:  # terminates: at least one prompt of the stratum is not retired
             epoch, at = self._place.epochs[s]
             if at == len(rows):
                 self._place.epochs[s] = epoch + 1, 0
@@ -183,9 +183,9 @@ class Curriculum:
                 return prompt
 
     def record(self, batch: int, groups: Iterable[tuple[int, int, int]]) -> None:
-        """Enters the outcomes of a trained batch: (prompt, correct, total) per group, batches in order.
+        """Records the outcomes of a trained batch: (prompt, correct, total) per group. Batches come in order.
 
-        `total` is every completion asked for: an excluded one counts as wrong.
+        `total` counts every requested completion: an excluded one counts as wrong.
         """
         with self._lock:
             assert batch == self._recorded, f"batch {batch} recorded, {self._recorded} comes next"
@@ -209,14 +209,14 @@ class Curriculum:
         return next(history for history in reversed(self._histories) if history.start <= batch)
 
     def retired(self) -> int:
-        """How many prompts the outcomes recorded so far have retired."""
+        """Number of prompts that the outcomes recorded so far have retired."""
         with self._lock:
             return int((self._history_of(max(0, self._recorded - 1)).retired_in != NEVER).sum())
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint after the last recorded batch keeps: the draw order as of the start of the batch after it.
+        """State for a checkpoint after the last recorded batch: the draw position at the start of the next batch.
 
-        Draws made ahead for later batches are not part of it: a resumed run makes them again, and gets the same.
+        Draws made ahead for later batches are not included: a resumed run repeats them with the same result.
         """
         with self._lock:
             batch = self._recorded
@@ -242,10 +242,10 @@ class Curriculum:
         return [self._prompts, self._k, self._groups, self._seed, self._digest]
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Goes on from `state`; the next draw is the first of its batch.
+        """Resumes from `state`; the next draw is the first of its batch.
 
-        k, groups and seed may be others: the run's config says whether they may. Raises OtherPrompts, and ValueError
-        where the prompts are the same but divided otherwise.
+        k, groups and seed may differ: the caller checks whether the config allows it. Raises OtherPrompts, and
+        ValueError if the prompts are the same but divided into another number of strata.
         """
         before, now = np.asarray(state["identity"]).tolist(), self._identity()
         if before[0] != now[0] or before[4:] not in ([], now[4:]):
@@ -254,7 +254,7 @@ class Curriculum:
         history = _History.new(0, prompts=self._prompts, window=self._config.window)
         history.retired_in = np.array(state["retired_in"], np.int64)
         place = self._place
-        if "epochs" not in state:  # of a release that had one stratum, and looked at one group of a prompt
+        if "epochs" not in state:  # of an old release with one stratum and a window of one group
             place.epochs = np.asarray([cursor[1:]], np.int64)
         else:
             history.start = cursor[1]
@@ -277,7 +277,7 @@ class Curriculum:
 
 
 def _latest(saved: np.ndarray, groups: np.ndarray, window: int) -> np.ndarray:
-    """The latest of [prompts, another window] values as [prompts, window], each at its group's number modulo that."""
+    """Converts [prompts, old window] values to [prompts, window]: the latest ones, each at index group % window."""
     if saved.shape[1] == window:
         return saved
     found = np.zeros((len(saved), window), np.int64)

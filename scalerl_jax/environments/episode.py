@@ -1,11 +1,11 @@
-"""An episode: a completion of several turns, with what its environment says between them.
+"""An episode: a completion of several turns, with the environment's replies between them.
 
     prompt | turn, reply, turn, reply, ..., turn      one sequence; the replies are forced spans of it
 
-A turn is sampled by the policy, of whatever version its server holds then; the reply is fed and never part of the loss.
-A turn's prompt is the path so far, token for token: nothing is tokenized again, so a sequence is exactly what was
-sampled, and each sampled token is trained on once. A trajectory of one turn is any completion of an environment that
-has no episodes.
+The policy samples a turn with the weight version that its server has at that time; a reply is only input, never part of
+the loss. A turn's prompt is the sequence so far, token for token: nothing is retokenized, so a sequence is exactly what
+was sampled, and each sampled token is trained on once. A completion of an environment without episodes is a trajectory
+of one turn.
 """
 
 import dataclasses
@@ -18,29 +18,29 @@ import numpy as np
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments.base import Completion as Turn
 
-LONGEST_REPLY = 100_000  # characters of what an environment says at once
+LONGEST_REPLY = 100_000  # characters of one reply of an environment
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What an environment makes of a turn."""
+    """An environment's response to a turn."""
 
-    messages: tuple[Mapping[str, str], ...] = ()  # what it says: {"role", "content"}; at least one unless it is done
+    messages: tuple[Mapping[str, str], ...] = ()  # the reply: {"role", "content"}; at least one unless done
     done: bool = False
-    reward: float = 0.0  # of this turn; an episode's is the sum
-    correct: bool | None = None  # of the episode, with `done`; None: by its reward and environment.correct_at
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the episode; the last of a name counts
+    reward: float = 0.0  # of this turn; an episode's reward is the sum
+    correct: bool | None = None  # of the episode, with `done`; None: reward >= environment.correct_at
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the episode; the last value is kept
 
 
 class Episode(Protocol):
-    """One episode of one row, in a process of its own."""
+    """One episode of one row, in a separate process."""
 
     def step(self, turn: Turn) -> "Step | Mapping[str, Any] | str":
-        """What the environment makes of the policy's turn: a Step, its fields as a dict, or the text of its reply."""
+        """The environment's response to the policy's turn: a Step, its fields as a dict, or the text of a reply."""
 
 
 def as_step(found: object) -> Step:
-    """Raises ValueError or TypeError where an episode's step gave something else."""
+    """Converts the result of an episode's step to a Step. Raises ValueError or TypeError if that is not possible."""
     if isinstance(found, str):
         found = Step(({"role": "user", "content": found},))
     elif isinstance(found, Mapping):
@@ -73,21 +73,21 @@ def as_step(found: object) -> Step:
 
 
 class Part(NamedTuple):
-    """Who sampled the tokens of a completion that come before `end` and behind those of the part before."""
+    """The process that sampled a completion's tokens from the end of the previous part up to `end`."""
 
     process: Any  # rollouts' Process
     end: int
 
 
 class Trajectory:
-    """A completion as it is sampled, turn by turn; `completion` has all tokens so far."""
+    """A completion that is sampled turn by turn; `completion` has all tokens so far."""
 
     def __init__(self, first: Completion, process: Any):
-        """first: a turn that `process` has sampled."""
+        """first: the first turn, sampled by `process`."""
         self.completion, self.parts = first, [Part(process, len(first.token_ids))]
         self.index = first.index  # in its group
         self.turns = 1
-        self.begin = 0  # where the last turn begins, in tokens of the completion
+        self.begin = 0  # index of the last turn's first token in the completion
 
     @property
     def tokens(self) -> int:
@@ -95,23 +95,23 @@ class Trajectory:
 
     @property
     def processes(self) -> set[Any]:
-        """That have sampled any of it."""
+        """The processes that sampled any part of it."""
         return {part.process for part in self.parts}
 
     @property
     def branch_parts(self) -> tuple[tuple[Part, ...], ...]:
-        """The parts of each branch: there is one."""
+        """The parts of each branch; a trajectory has one branch."""
         return (tuple(self.parts),)
 
     def add_turn(self, turn: Completion, process: Any) -> None:
-        """Another one."""
+        """Appends a turn, sampled by `process`."""
         self.begin = self.tokens
         self.completion = _joined(self.completion, turn)
         self.parts.append(Part(process, self.tokens))
         self.turns += 1
 
     def add_reply(self, token_ids: np.ndarray) -> None:
-        """What the environment says behind the last turn: [tokens] int32."""
+        """Appends the environment's reply to the last turn: [tokens] int32."""
         assert len(token_ids) > 0
         count, whole = len(token_ids), ((0, len(token_ids)),)
         reply = dataclasses.replace(
@@ -123,12 +123,12 @@ class Trajectory:
         self.parts.append(Part(self.parts[-1].process, self.tokens))
 
     def cut(self) -> None:
-        """The episode has run out of turns or tokens before its environment was done."""
+        """Marks the episode as cut: it ran out of turns or tokens before its environment was done."""
         self.completion = dataclasses.replace(self.completion, finish_reason="length")
 
 
 def _joined(first: Completion, then: Completion) -> Completion:
-    """Both as one completion, `then` sampled behind `first`."""
+    """Concatenates two completions; `then` was sampled after `first`."""
     at = len(first.token_ids)
     versions = list(first.versions)
     for step, start, end in then.versions:
@@ -142,7 +142,7 @@ def _joined(first: Completion, then: Completion) -> Completion:
 
     experts = then.experts
     if experts is not None and first.experts is not None:
-        # Of what was fed again the generator has chosen once more; the choice counts that the token was sampled with.
+        # The generator also returns experts for the tokens fed again; keep those with which a token was sampled.
         experts = np.concatenate([first.experts, experts[len(first.experts) :]])
     return dataclasses.replace(
         first,

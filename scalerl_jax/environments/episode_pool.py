@@ -1,18 +1,18 @@
-"""Episodes of a run's environments: each turn of the policy, and what its environment makes of it.
+"""Plays episodes of the run's environments: passes each turn of the policy to its environment.
 
     an episode       a fork of one process that has made the environments (episode_worker.py); it ends with its
-                     trajectory, however that ends
-    done             the score: the sum of the rewards of its turns, correct as the last step says
-    not done         the reply, as the token ids that the next turn's prompt goes on with; where no turn fits behind it,
-                     by rollout.max_turns or max_episode_tokens, the trajectory is cut, as a completion that is too long
-    cut              a turn that its budget cuts ends the trajectory, and no environment is asked
-    failed           an exception of the environment, a crash or a step that takes too long says nothing of the policy:
+                     trajectory, for whatever reason that ends
+    done             returns the score: the sum of the turns' rewards; `correct` is that of the last step
+    not done         returns the reply, as token ids appended to the next turn's prompt; if no further turn fits within
+                     rollout.max_turns or max_episode_tokens, the trajectory is cut, like a completion that is too long
+    cut              a turn cut by its token budget ends the trajectory; the environment is not called
+    failed           an exception of the environment, a crash or a step that takes too long is not the policy's fault:
                      the trajectory is excluded, and counted in the metrics
-    all failed       as many on end as a batch has, before any has ended otherwise, or ten batches of them: nothing can
-                     be learned, and the run ends
+    all failed       a whole batch of consecutive failures before any episode ended otherwise, or ten batches of them
+                     later, end the run: nothing can be learned
 
-Metrics of each score: turns, tokens_per_turn (sampled), environment_seconds, and of ended/... the one is 1 that says
-how it ended: done, failed, or cut: turn_cut, max_turns, max_tokens.
+Metrics of each score: turns, tokens_per_turn (sampled), environment_seconds, and ended/REASON, which is 1 for the
+reason and 0 for others: done, failed, turn_cut, max_turns, max_tokens, deadline.
 """
 
 import asyncio
@@ -47,23 +47,23 @@ from scalerl_jax.environments.prompts import Replies
 from scalerl_jax.environments.scorer_pool import START_SECONDS, START_TRIES, row_json, worker_environment
 from scalerl_jax.environments.thinking import split_as_run
 
-STEPS_AT_ONCE = 64  # that are waited for; more of them take turns
-GRACE_SECONDS = 30.0  # by clock, beyond a step's limit: its process should have been ended by the kernel
-MOST_LINE_BYTES = 2**24  # of what an agent's process answers
+STEPS_AT_ONCE = 64  # concurrent steps; further ones wait
+GRACE_SECONDS = 30.0  # by clock, beyond a step's limit: by then the kernel should have ended its process
+MOST_LINE_BYTES = 2**24  # of an agent process's reply
 ENDED = ("done", "failed", "turn_cut", "max_turns", "max_tokens", "deadline")
-# Batches of failed episodes on end that end a run once one has ended otherwise: a service may be away for a while, and
-# the end of the process that plays them costs all episodes in flight.
+# Consecutive batches of failed episodes that end a run after any episode has ended otherwise: a service may be down for
+# a while, and if the process that plays them dies, all episodes in flight fail.
 FAILED_BATCHES = 10
 
 
 class EpisodePool:
     """Args:
-    environments: by part, those that have episodes; at least one.
-    replies: what environments say, as token ids.
-    decode: the text of a turn's tokens without the stop token.
-    turn_tokens: of the longest turn, forced tokens included.
+    environments: the environments with episodes, by part; at least one.
+    replies: encodes environments' replies as token ids.
+    decode: returns the text of a turn's tokens without the stop token.
+    turn_tokens: length of the longest turn, forced tokens included.
 
-    Raises ScorerError where the environments cannot be made.
+    Raises ScorerError if the environments cannot be made.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class EpisodePool:
         self._replies, self._decode, self._turn_tokens, self._complaints = replies, decode, turn_tokens, complaints
         self._lock = threading.Lock()
         self._closing = False
-        self._failed_on_end, self._first_failure = 0, ""  # episodes since the last one that ended otherwise
-        self._any_ended = False  # otherwise than by failing
+        self._failed_on_end, self._first_failure = 0, ""  # consecutive failed episodes; why the first failed
+        self._any_ended = False  # whether any episode ended otherwise than by failing
         self._connections: weakref.WeakKeyDictionary[Trajectory, _Connection] = weakref.WeakKeyDictionary()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen | None = None
-        # The kernel ends the worker with the thread that started it, so that is one which lives as long as the pool.
+        # The kernel ends the worker with the thread that started it, so that thread must live as long as the pool.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="episodes")
         self._threads = ThreadPoolExecutor(STEPS_AT_ONCE, thread_name_prefix="episode-step")
-        # An episode has a file descriptor here, of which the shell's soft limit allows few.
+        # Each episode uses a file descriptor here, and the shell's soft limit is low.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -99,11 +99,11 @@ class EpisodePool:
             raise
 
     def plays(self, row: Row) -> bool:
-        """Whether the row's environment has episodes."""
+        """Whether the row's environment has episodes, not an agent."""
         return row.environment in self._environments and not row.agent
 
     async def run(self, row: Row, client: Client) -> Score:
-        """Plays a row with an agent. Raises EpisodeFailed, whose `late` says that its time was over."""
+        """Plays a row with an agent. Raises EpisodeFailed; its `late` is True if the time was up."""
         seconds = self._configs[row.environment].environment.episode_seconds
         connection = await asyncio.to_thread(self._open)
         reader, writer = await asyncio.open_connection(sock=connection.socket, limit=MOST_LINE_BYTES)
@@ -131,13 +131,13 @@ class EpisodePool:
             failure.late = time.monotonic() - began >= seconds
             raise
         finally:
-            if connection.pid is not None:  # with the programs that it has started
+            if connection.pid is not None:  # kills also the programs that it started
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(connection.pid, signal.SIGKILL)
             writer.close()
 
     def failed(self, row: Row, why: str) -> None:
-        """Says that an episode of the row's environment failed, once for each kind. Raises ScorerError where all do."""
+        """Logs a failed episode of the row's environment, once per kind. Raises ScorerError if all episodes fail."""
         field = parts.field(row.environment, "name")
         if not self._closing:
             line = f"{field}: an episode failed: {why}; it is excluded"
@@ -145,13 +145,13 @@ class EpisodePool:
             self._raise_if_all_fail(f"{field}={self._configs[row.environment].environment.name}", why)
 
     def ended(self, how: str) -> None:
-        """An episode has ended, by itself or cut."""
+        """An episode ended for a reason of ENDED; resets the count of failures unless it failed or a turn was cut."""
         if how not in ("failed", "turn_cut"):
             with self._lock:
                 self._failed_on_end, self._first_failure, self._any_ended = 0, "", True
 
     def step(self, row: Row, trajectory: Trajectory) -> "Future[Score | np.ndarray]":
-        """What comes of the last turn: the trajectory's score, or the token ids [tokens] int32 of the reply."""
+        """The result of the last turn: the trajectory's score, or the token ids [tokens] int32 of the reply."""
         return self._threads.submit(self._step, row, trajectory)
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class EpisodePool:
                 connection.end()
                 raise EpisodeFailed("the run ends")
             self._connections[trajectory] = connection
-        weakref.finalize(trajectory, connection.end)  # however it ends, and whoever gives it up
+        weakref.finalize(trajectory, connection.end)  # also if the trajectory is dropped without a score
         connection.pid = connection.exchange(self._beginning(row), self._seconds(row))["pid"]
         return connection
 
@@ -231,7 +231,7 @@ class EpisodePool:
         return f'{head[:-1]}, "row": {asked}}}'
 
     def _open(self) -> "_Connection":
-        """To a process of its own, for an episode."""
+        """A connection to a new process for an episode."""
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
@@ -240,7 +240,7 @@ class EpisodePool:
         with theirs:
             try:
                 sent = self._starter.submit(self._send, theirs)
-            except RuntimeError as error:  # it closes
+            except RuntimeError as error:  # the pool is closing
                 raise EpisodeFailed("the run ends") from error
             sent.result()
         return connection
@@ -266,7 +266,7 @@ class EpisodePool:
             self._failed_on_end += 1
             self._first_failure = self._first_failure or why
             count, first = self._failed_on_end, self._first_failure
-            # An evaluation by itself may have fewer episodes than a batch.
+            # An evaluation alone may have fewer episodes than a batch.
             batch = min(rollout.prompts_per_step * rollout.group_size, evaluation.prompts * evaluation.samples)
             most = batch * (FAILED_BATCHES if self._any_ended else 1)
         if count >= most:
@@ -284,7 +284,7 @@ class EpisodePool:
     # ---- on the starter's thread
 
     def _send(self, theirs: socket.socket) -> None:
-        """Gives an episode's socket to the worker; a worker that died is replaced."""
+        """Sends an episode's socket to the worker; a worker that died is replaced."""
         for attempt in range(2):
             if attempt or self._process is None or self._process.poll() is not None:
                 self._start()
@@ -294,7 +294,7 @@ class EpisodePool:
                 return
 
     def _start(self) -> None:
-        """Where it is killed before it is ready, it is started again. Raises ScorerError."""
+        """Starts the worker; restarts it if it is killed before it is ready. Raises ScorerError."""
         for _ in range(START_TRIES):
             if self._closing:
                 raise ScorerError("the run ends")
@@ -303,11 +303,11 @@ class EpisodePool:
                 return
             assert self._process is not None
             if self._process.wait() >= 0 or time.monotonic() - began >= START_SECONDS:
-                break  # it would do the same again
+                break  # a retry would fail in the same way
         raise ScorerError(f"the process that plays episodes ended: {why}")
 
     def _started(self) -> str:
-        """What it said last, where it has ended before it was ready; "": it is."""
+        """Starts the worker once. Returns "" if it is ready; if it ended before, its last line of stderr."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "scalerl_jax.environments.episode_worker"]
         with theirs, tempfile.TemporaryFile() as errors:
@@ -341,25 +341,25 @@ class EpisodePool:
 
 
 class EpisodeFailed(Exception):
-    """The environment cannot go on with an episode."""
+    """The environment cannot continue an episode."""
 
     late = False
 
 
 def failed_score(metrics: Mapping[str, float], why: str) -> Score:
-    """Nothing is learned from it: its environment failed, not the policy."""
+    """The score of an episode that is not trained on, since its environment failed, not the policy."""
     return Score(-1.0, False, metrics, why=why, failed=True, excluded=True)
 
 
 class _Connection:
-    """An episode's socket, and what became of its turns so far."""
+    """An episode's socket, and the results of its turns so far."""
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
-        self.rewards, self.seconds = list[float](), 0.0  # of each turn
+        self.rewards, self.seconds = list[float](), 0.0  # reward of each turn; seconds of all turns
         self.metrics: dict[str, float] = {}
-        self.reply = ""  # the text of the last one
-        self.pid: int | None = None  # of its process; None: it has not begun
+        self.reply = ""  # text of the last reply
+        self.pid: int | None = None  # of its process; None: not started yet
 
     def add(self, step: Step, seconds: float) -> None:
         self.rewards.append(step.reward)
@@ -370,7 +370,7 @@ class _Connection:
         return Step(**self.exchange(json.dumps(question), seconds)["step"])
 
     def exchange(self, line: str, seconds: float) -> dict[str, Any]:
-        """Writes a line and reads one. Raises EpisodeFailed where none comes, or that says so."""
+        """Writes a line and reads one. Raises EpisodeFailed if none arrives, or it contains an error."""
         end, reply = time.monotonic() + seconds + GRACE_SECONDS, b""
         try:
             self.socket.settimeout(seconds + GRACE_SECONDS)
@@ -383,7 +383,7 @@ class _Connection:
                 reply += data
             found = json.loads(reply)
         except (OSError, ValueError) as error:
-            # It is alive, since its end of the socket is open: something has taken its alarm from it.
+            # The process is alive, since its end of the socket is open: user code must have cancelled its alarm.
             if isinstance(error, TimeoutError) and self.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
@@ -393,7 +393,7 @@ class _Connection:
         return found
 
     def end(self) -> None:
-        """Its process calls close() and ends."""
+        """Closes the socket; the process then calls the episode's close() and ends."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()

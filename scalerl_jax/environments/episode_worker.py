@@ -1,19 +1,19 @@
-"""A process that plays episodes: it makes the run's environments once, and each episode is a fork of it.
+"""A process that plays episodes: it makes the run's environments once, and forks for each episode.
 
-    standard input, a Unix socket   the config in one line, as score_worker.py has it; then one byte for each episode,
-                                    with the socket that is the episode's
+    standard input, a Unix socket   the config in one line, in the format of score_worker.py plus "parts"; then one byte
+                                    per episode, which carries the episode's socket
     an episode's socket             read                              written
                                     {"part", "row", "seed"}           {"pid"}: it has begun
                                     {"turn", "thinking", "tokens",    {"step": {...}}
                                      "calls", "tools"}
-                                    {"client"}: of an agent           {"score": {...}}: it has ended
-                                                                      {"error": line}: instead of any
+                                    {"client"}: for an agent          {"score": {...}}: it has ended
+                                                                      {"error": line}: instead of any of these
     standard output                 {"ready": true} or {"error": line}, once
 
-A fork costs milliseconds and shares the memory of what is made already. What an episode does ends with its process: a
-crash, a leak or a hang costs that episode. The kernel ends one whose step takes longer than environment.turn_seconds by
-clock, and an agent after environment.episode_seconds. It ends with its socket, too, and calls the episode's close()
-before, within the same limit. Random numbers of `random` and numpy begin alike in all episodes of a row.
+A fork costs milliseconds and shares the memory of the environments. A crash, a leak or a hang of an episode affects
+only its process. The kernel ends an episode whose step takes longer than environment.turn_seconds by clock, and an
+agent after environment.episode_seconds. An episode also ends when its socket closes, after calling its close() within
+the same limit. `random` and numpy are seeded alike in all episodes of a row.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from scalerl_jax.environments.tool_calls import read_calls
 
 
 def _answer(question: Mapping[str, Any], environments: Parts, episodes: list[Any]) -> dict[str, Any]:
-    """episodes: none yet, or the one that is played; of an agent, what plays it."""
+    """The reply to a question. episodes: empty before the first one, then the episode, or the function of an agent."""
     if not episodes:
         part, seed = question["part"], question["seed"]
         random.seed(seed)
@@ -58,14 +58,14 @@ def _answer(question: Mapping[str, Any], environments: Parts, episodes: list[Any
         return {"pid": os.getpid()}
     if "client" in question:
         return {"score": dataclasses.asdict(episodes[0](Client(**question["client"])))}
-    # Here and not in the trainer: what the policy wrote to be parsed costs this process at the worst.
+    # Parsed here and not in the trainer: a malicious turn of the policy can only harm this process.
     calls = read_calls(question["turn"], question["calls"], tools=question["tools"])
     turn = Completion(question["turn"], thinking=question["thinking"], tokens=question["tokens"], tool_calls=calls)
     return {"step": dataclasses.asdict(as_step(episodes[0].step(turn)))}
 
 
 def _play(connection: socket.socket, environments: Parts, configs: Mapping[str, Config]) -> None:
-    """An episode from its beginning to the end of its socket."""
+    """Plays an episode until its socket closes."""
     episodes: list[Any] = []
     limit, settings = 1.0, next(iter(configs.values())).environment
     with connection.makefile("rb") as questions:
@@ -80,7 +80,7 @@ def _play(connection: socket.socket, environments: Parts, configs: Mapping[str, 
             except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code raises anything)
                 reply = {"error": user_code.error_line(error)}
             signal.setitimer(signal.ITIMER_REAL, 0)
-            with contextlib.suppress(BrokenPipeError):  # it is not wanted any more
+            with contextlib.suppress(BrokenPipeError):  # the trainer no longer waits for it
                 connection.sendall(json.dumps(reply).encode() + b"\n")
     signal.setitimer(signal.ITIMER_REAL, limit)
     if episodes and callable(close := getattr(episodes[0], "close", None)):
@@ -97,10 +97,10 @@ def main() -> None:
             os.dup2(nowhere.fileno(), number)
         logging.disable(logging.CRITICAL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-        with control.makefile("rb", buffering=0) as first_line:  # unbuffered: what comes behind it has sockets with it
+        with control.makefile("rb", buffering=0) as first_line:  # unbuffered: the bytes after it carry sockets
             first = json.loads(first_line.readline() or b"{}")
         if first.get("parent") != os.getppid():
-            os._exit(0)  # it is gone already
+            os._exit(0)  # the parent ended before die_with_parent
         configs = parts.configs(config_io.from_json(first["config"]))
         memory = max(of_part.environment.verifier_memory_bytes for of_part in configs.values())
         for kind, size in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
@@ -118,24 +118,24 @@ def main() -> None:
         replies.write('{"ready": true}\n')
         os.dup2(nowhere.fileno(), 2)
     replies.close()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets episodes that have ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended episodes
     while True:
         began, sockets, _, _ = socket.recv_fds(control, 1, 1)
         if not began:
             os._exit(0)
         connection = socket.socket(fileno=sockets[0])
-        with contextlib.suppress(OSError):  # no memory for it: its socket closes
+        with contextlib.suppress(OSError):  # out of memory: the episode's socket is closed
             if os.fork() == 0:
                 try:
                     die_with_parent()
-                    os.setsid()  # the programs that it starts can be ended with it
+                    os.setsid()  # the programs that it starts are in its process group and can be killed with it
                     signal.signal(
                         signal.SIGCHLD, signal.SIG_DFL
-                    )  # an environment may start programs, and wait for them
+                    )  # an environment may start programs and wait for them
                     control.close()
                     _play(connection, environments, configs)
                 finally:
-                    os._exit(0)  # whatever happened: nothing of the environment's is waited for
+                    os._exit(0)  # always, without waiting for threads of the environment
         connection.close()
 
 

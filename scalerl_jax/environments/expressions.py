@@ -1,13 +1,13 @@
-"""Whether two pieces of mathematics are equal, by values: math-verify's word is not enough in either direction.
+"""Compares two expressions by numeric values: corrects math-verify, which errs in both directions.
 
-It takes 2^-99 for 2^-98, since small parts are chopped to zero, and any two equations without a solution for the same;
-and it does not find 1/sqrt(n) in sqrt(1/n).
+math-verify treats 2^-99 and 2^-98 as equal, since it chops small parts to zero, and also any two equations without a
+solution; and it does not recognize sqrt(1/n) as 1/sqrt(n).
 
-    denied(a, b)       what math-verify calls equal is not: a value differs, or no side of a relation is the other's
-    identical(a, b)    equal wherever both are real, to 60 digits
+    denied(a, b)       math-verify calls them equal, but a value differs, or two equations do (_differ)
+    identical(a, b)    equal to 60 digits wherever both are real
 
-Values are taken at points that depend on names alone. What has no value there, such as a text, is neither, and so is
-what sympy gives up on: math-verify's word holds.
+Variables get values that depend only on their names. If an expression has no value, such as a text, or sympy gives up,
+both functions are False: the result of math-verify stands.
 """
 
 import zlib
@@ -37,16 +37,16 @@ from sympy import FiniteSet as SympyFiniteSet
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
-DIGITS = 200  # that a difference is computed to at most
-EQUAL = 1e-60  # of the largest term: above it a difference is one
-ROUNDED = 1e-3  # the same where a decimal number is among them, as six decimals of a small number have few digits
-POINTS = (1, -1, 2, -2, 3)  # a salt of the values, and their sign
-# Raised by sympy amid what it cannot compute: there is no value then, and nothing is said.
+DIGITS = 200  # maximal precision of a difference
+EQUAL = 1e-60  # tolerance relative to the largest term
+ROUNDED = 1e-3  # the tolerance if a decimal number is involved: six decimals of a small number have few digits
+POINTS = (1, -1, 2, -2, 3)  # salt of the variables' values; its sign is theirs
+# sympy raises these for expressions that it cannot compute, which then have no value.
 NO_VALUE = (ValueError, TypeError, AttributeError, NotImplementedError, ArithmeticError)
 
 
 def denied(gold: Any, given: Any) -> bool:
-    """Of two that math-verify calls equal."""
+    """Whether numeric values contradict math-verify, which calls the two equal."""
     try:
         return _denied(gold, given)
     except NO_VALUE:
@@ -60,7 +60,7 @@ def _denied(gold: Any, given: Any) -> bool:
     relations, others = _relations(gold), _relations(given)
     if relations and others:
         return len(relations) != len(others) or any(map(_differ, relations, others))
-    if others and isinstance(others[-1], Eq):  # as math-verify has it: x = 5 is 5
+    if others and isinstance(others[-1], Eq):  # as in math-verify, x = 5 equals 5
         return denied(gold, others[-1].rhs)
     if relations and isinstance(relations[-1], Eq):
         return denied(relations[-1].rhs, given)
@@ -94,12 +94,12 @@ def identical(gold: Any, given: Any) -> bool:
 
 
 def set_of(expression: Any) -> Any:
-    """The set in which x is said to be; anything else as it is."""
+    """The right side of an equation between x and a set; any other expression unchanged."""
     return expression.rhs if isinstance(expression, Eq) and isinstance(expression.rhs, Set) else expression
 
 
 def _relations(expression: Any) -> list[Any]:
-    """A relation, or those of a chain, in their order; of x = 1 + 1 = 2 it is x = 2."""
+    """The relations of an expression or of a chain, in order; x = 1 + 1 = 2 becomes x = 2."""
     if isinstance(expression, Relational):
         return [expression]
     parts = getattr(expression, "_unsorted_args", expression.args) if isinstance(expression, And) else ()
@@ -109,12 +109,13 @@ def _relations(expression: Any) -> list[Any]:
 
 
 def _differ(gold: Any, given: Any) -> bool:
-    """Of two relations: neither sides, nor their difference up to a factor, nor solutions that there are."""
-    if gold == given:
+    """Whether two equations differ: neither lhs - rhs, up to a factor, nor their solutions agree.
+
+    False for inequalities: math-verify compares these well.
+    """
+    if gold == given or not isinstance(gold, Eq) or not isinstance(given, Eq):
         return False
     ours, theirs = gold.lhs - gold.rhs, given.lhs - given.rhs
-    if type(gold) is not type(given):
-        theirs = -theirs
     ratios = []
     for salt in POINTS[:2]:
         values = [_value(side, salt) for side in (ours, theirs)]
@@ -123,11 +124,7 @@ def _differ(gold: Any, given: Any) -> bool:
         ratios.append((values[0], values[1]))
     (a, b), (c, d) = ratios
     cross = Add(a * d, -b * c, evaluate=False)
-    # The factor is positive, but in an equation.
-    same = _small(cross, [a * d, b * c]) and (isinstance(gold, Eq) or (a / b).is_positive is not False)
-    if same and (_variables(gold, given) or _small(Add(a, -b, evaluate=False), [a, b])):
-        return False
-    if not isinstance(gold, Eq) or not isinstance(given, Eq):
+    if _small(cross, [a * d, b * c]) and (_variables(gold, given) or _small(Add(a, -b, evaluate=False), [a, b])):
         return False
     solved = [_solutions(equation) for equation in (gold, given)]
     return (
@@ -138,14 +135,14 @@ def _differ(gold: Any, given: Any) -> bool:
 
 
 def _solutions(equation: Any) -> list[dict[Any, Any]]:
-    """In one order; f(2) and dy/dx are unknowns as well."""
+    """The solutions of an equation, in a fixed order; f(2) and dy/dx are unknowns too."""
     unknown = {atom: Symbol(str(atom)) for atom in _opaque(equation)}
     plain = equation.xreplace(unknown)
     return list(ordered(solve(plain, *ordered(plain.free_symbols), dict=True)))
 
 
 def _opaque(expression: Any) -> set[Any]:
-    """f(2), dy/dx, the integral of f: as a variable each, and no two are the same."""
+    """f(2), dy/dx, the integral of f: each is treated as a separate variable."""
     return {
         atom
         for atom in expression.atoms(AppliedUndef, Derivative, Integral)
@@ -155,11 +152,11 @@ def _opaque(expression: Any) -> set[Any]:
 
 def _variables(*expressions: Any) -> set[Any]:
     found = {atom for one in expressions for atom in one.free_symbols | _opaque(one)}
-    return set() if {str(atom) for atom in found} == {"i"} else found  # alone it is the imaginary unit
+    return set() if {str(atom) for atom in found} == {"i"} else found  # i alone is the imaginary unit
 
 
 def _at_points(gold: Any, given: Any, salts: tuple[int, ...], *, real: bool = False) -> Iterator[bool]:
-    """At each point where both have a value: whether it is the same. real: only where both are real."""
+    """Yields, for each point where both have a value, whether the values are equal. real: only where both are real."""
     inexact = bool(gold.atoms(Float) | given.atoms(Float))
     for salt in salts:
         values = [_value(one, salt) for one in (gold, given)]
@@ -174,7 +171,7 @@ def _at_points(gold: Any, given: Any, salts: tuple[int, ...], *, real: bool = Fa
 
 
 def _value(expression: Any, salt: int) -> Any:
-    """With a number for each variable, which is its own; None where that is no number."""
+    """The value of an expression, with each variable replaced by its own number; None if that is not a number."""
     try:
         points = {atom: _point(str(atom), salt) for atom in _variables(expression)}
         opaque = {atom: value for atom, value in points.items() if not isinstance(atom, Symbol)}
@@ -190,7 +187,7 @@ def _point(name: str, salt: int) -> Rational:
 
 
 def _small(difference: Any, terms: list[Any], limit: float = EQUAL) -> bool:
-    """Whether it is nothing beside the largest term. Raises ValueError where one of them cannot be computed."""
+    """Whether `difference` is negligible against the largest term. Raises ValueError if one cannot be computed."""
     sizes = [Abs(number.evalf(15, maxn=DIGITS)) for number in (difference, *terms)]
     if not all(size.is_Number and size.is_finite for size in sizes):
         raise ValueError(f"no value: {sizes}")

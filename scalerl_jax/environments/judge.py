@@ -1,23 +1,24 @@
-"""A model as judge: config.environment.reward=judge asks any OpenAI-compatible endpoint what a completion is worth.
+"""A judge model: config.environment.reward=judge lets any OpenAI-compatible endpoint score completions.
 
-The question is config.environment.judge.template, a file in which {prompt}, {completion}, {answer} and any column of
-the row in braces stand for their values (other braces stay), sent as one user message at temperature 0. Without a file
-it is TEMPLATE below. A reply counts only as one verdict, alone on its last line or else on its first, after its own
-thinking:
+The question is made from config.environment.judge.template, a file in which {prompt}, {completion}, {answer} and any
+column of the row in braces are replaced by their values (other braces stay), and sent as one user message at
+temperature 0. Without a file it is TEMPLATE below. A reply must have one verdict, alone on its last line or else on its
+first, after its own thinking:
 
     yes, correct, right, true              1, correct
     no, incorrect, wrong, false            -1, not correct
-    0.8, 8/10, 8 out of 10                 a share from 0 to 1; correct from config.environment.correct_at on
+    0.8, 8/10, 8 out of 10                 a share from 0 to 1; correct if at least config.environment.correct_at
 
-Case, bold marks, quotes, brackets, a period, and a label before it ("Verdict:", "Final score:") do not matter. Nothing
-is looked for inside a sentence: "no, this is not the right answer" has words for both, and the numbers of a reply are
-mostly those of the problem. What would be a reward beyond 1 ("42", "8") is no verdict. Any other reply makes that
-completion wrong, and is said once. A call that fails for a while (no connection, no reply in time, 408, 409, 429, 5xx)
-is repeated after 1, 4, 16, 60, 60, ... seconds, or when the server says; after the last one the run ends with a line,
-as it does at once with another error: judging everything wrong would train on nothing.
+Case, bold marks, quotes, brackets, a period, and a label before it ("Verdict:", "Final score:") are ignored. Sentences
+are not searched: "no, this is not the right answer" has words for both verdicts, and numbers in a reply are mostly
+those of the problem. A number that would be a reward above 1 ("42", "8") is not a verdict. Any other reply makes that
+completion wrong, and is logged once. A call that fails temporarily (no connection, no reply in time, 408, 409, 429,
+5xx) is retried after up to 1, 4, 16, 60, 60, ... seconds, or the server's retry-after if that is longer (at most 60).
+After the last retry, and at once for any other error, the run ends with one line: scoring everything as wrong would
+train on nothing.
 
-Replies are kept in memory, and in config.environment.judge.cache, a SQLite file that processes and runs share. As many
-calls are made at a time as config.environment.verifier_processes says.
+Replies are cached in memory, and in config.environment.judge.cache, a SQLite file shared by processes and runs. Up to
+config.environment.verifier_processes calls are made concurrently.
 """
 
 import collections
@@ -48,10 +49,10 @@ Somebody's answer:
 Does that answer say the same as the right one, whatever the wording? Reply with exactly one word and nothing else:
 CORRECT or INCORRECT.
 """
-KEPT, KEPT_ON_DISK = 16_384, 1_000_000  # replies
-_PAUSES = (1.0, 4.0, 16.0, 60.0)  # seconds before the first repetitions; the last one before all others
+KEPT, KEPT_ON_DISK = 16_384, 1_000_000  # number of cached replies
+_PAUSES = (1.0, 4.0, 16.0, 60.0)  # seconds before the first retries; the last value applies to all further ones
 _AGAIN = (408, 409, 429)
-_BUSY_SECONDS = 60.0  # that another process may hold the file of replies
+_BUSY_SECONDS = 60.0  # to wait while another process locks the file of replies
 _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 _MARKS = str.maketrans("", "", "*_`")
 _AROUND = " \t\"'“”‘’()[]{}#>"
@@ -59,7 +60,7 @@ _LABEL = re.compile(
     r"(?:(?:the|my|final|overall)\s+)*"
     r"(?:verdict|score|grade|rating|judge?ment|decision|result|evaluation|conclusion|reward|correctness)\s*[:=]",
     re.IGNORECASE,
-)  # not "answer": what follows that is the problem's
+)  # not "answer": the text after it is an answer to the problem
 _NUMBER = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 _SHARE = re.compile(rf"(?P<number>{_NUMBER})(?:\s*(?:/|out of)\s*(?P<of>{_NUMBER}))?", re.IGNORECASE)
 _WORDS = dict.fromkeys(("yes", "correct", "right", "true"), True) | dict.fromkeys(
@@ -68,7 +69,7 @@ _WORDS = dict.fromkeys(("yes", "correct", "right", "true"), True) | dict.fromkey
 
 
 class Judge:
-    """The judge of a config; `prepare` comes before the first `score`."""
+    """The judge of a config; call `prepare` before the first `score`."""
 
     def __init__(self, config: Config):
         self._config = judge = config.environment.judge
@@ -81,7 +82,7 @@ class Judge:
         self.waits_seconds = (judge.retries + 1) * judge.seconds + sum(map(_pause, range(judge.retries)))
 
     def prepare(self) -> None:
-        """Raises ValueError, one line, where the judge cannot be asked."""
+        """Raises ValueError, one line, if the judge cannot be used."""
         where = "config.environment.judge"
         for field in ("url", "model"):
             if not getattr(self._config, field):
@@ -111,7 +112,7 @@ class Judge:
         self._repeated(self._list_models)
 
     def score(self, row: Row, completion: Completion) -> Score:
-        """Raises ScorerError where the judge does not answer, ScoreFailed where it says nothing that counts."""
+        """Raises ScorerError if the judge does not reply, ScoreFailed if its reply has no verdict."""
         given: dict[str, Any] = {
             **row.extra,
             "prompt": asked(row),
@@ -134,7 +135,7 @@ class Judge:
         return Score(score.reward, score.correct, {"rewards/judge/errors": 0.0}, why=f"the judge: {_short(reply)}")
 
     def _reply(self, question: str) -> str:
-        """Of the judge, or of before; one that says nothing is asked for again."""
+        """The judge's reply, cached if it has a verdict; a reply without one is requested again next time."""
         config = self._config
         asked = "\0".join((config.url, config.model, str(config.max_tokens), question))
         key = hashlib.blake2b(asked.encode(errors="replace"), digest_size=20).digest()
@@ -144,7 +145,7 @@ class Judge:
                 found = self._file.execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
             reply = found[0] if found else None
             if reply is not None and judged(reply, correct_at=self._correct_at) is None:
-                reply = None  # of a version that took it for a verdict
+                reply = None  # cached by a version that accepted it as a verdict
         if reply is None:
             reply = self._repeated(lambda: self._asked(question))
             if judged(reply, correct_at=self._correct_at) is None:
@@ -175,7 +176,7 @@ class Judge:
         return str(choices[0].message.content or "")
 
     def _list_models(self) -> str:
-        """Checks that a server answers and accepts the key. Raises what openai raises."""
+        """Checks that a server responds and accepts the key. Raises the exceptions of openai."""
         import openai
 
         try:
@@ -184,11 +185,11 @@ class Judge:
             if error.status_code in (401, 403) or error.status_code in _AGAIN or error.status_code >= 500:
                 raise
         except (openai.APIResponseValidationError, ValueError):
-            pass  # there is no such list everywhere
+            pass  # not every server provides this list
         return ""
 
     def _repeated(self, call: Any) -> str:
-        """Raises ScorerError, one line."""
+        """Calls with retries. Raises ScorerError, one line."""
         import openai
 
         where = f"config.environment.judge.url={self._config.url}"
@@ -210,11 +211,11 @@ class Judge:
 
 
 class _Unreadable(Exception):
-    """A reply that is not in the form of the API."""
+    """A reply that is not in the format of the API."""
 
 
 def judged(reply: str, *, correct_at: float) -> Score | None:
-    """What a judge's reply is worth, as the module says; None: it is no verdict."""
+    """The score of a judge's reply (see the module's docstring); None if it has no verdict."""
     text = reply.rpartition("</think>")[2]
     if "<think>" in text:  # cut in its thinking
         return None
@@ -227,7 +228,7 @@ def judged(reply: str, *, correct_at: float) -> Score | None:
 
 
 def _verdict(line: str) -> bool | float | None:
-    """The verdict that the line is; None: it is anything else."""
+    """The verdict in a line; None if the line is anything else."""
     plain = line.translate(_MARKS).strip(_AROUND)
     if label := _LABEL.match(plain):
         plain = plain[label.end() :]
@@ -242,7 +243,7 @@ def _verdict(line: str) -> bool | float | None:
 
 
 def _filled(template: str, given: Mapping[str, Any], where: str) -> str:
-    """Raises ScorerError where the template names a column that the row does not have."""
+    """Fills in the template. Raises ScorerError if it names a column that the row does not have."""
 
     def value(place: re.Match[str]) -> str:
         if place[1] not in given:
@@ -282,7 +283,7 @@ def _pause(attempt: int) -> float:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds, as far as the server says any, and no more than the longest pause."""
+    """Seconds of the server's retry-after header, at most the longest pause; 0 if there are none."""
     try:
         return min(_PAUSES[-1], max(0.0, float(headers.get("retry-after", "0"))))
     except ValueError:

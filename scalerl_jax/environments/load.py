@@ -1,10 +1,10 @@
-"""The environments there are, and the rows of a run: training and held out, as token ids.
+"""The available environments, and the rows of a run: training and held out, as token ids.
 
-    rows -> filter -> one of each prompt -> held out, the rest is for training -> decontaminated -> rendered -> indices
+    rows -> filter -> deduplicate prompts -> hold out, the rest is for training -> decontaminate -> render -> number
 
-Each prompt is there once, in all environments of a mixture together: else the curriculum would not know it as the one
-that it is. No held-out prompt is trained on: where rows for validation are given, training rows with their prompts are
-left out; where none are, those with the lowest hashes are taken out of the training rows (data/held_out.py).
+Each prompt occurs once across all environments of a mixture: else the curriculum would treat it as several prompts. No
+held-out prompt is trained on: if validation rows are given, training rows with their prompts are left out; if not, the
+training rows with the lowest hashes are held out (data/held_out.py).
 """
 
 import contextlib
@@ -33,11 +33,11 @@ ENVIRONMENTS: dict[str, Callable[[Config], Environment]] = {
 }
 
 
-NEEDING_ROWS = ("math", "code")  # of config.environment.train and validation
+NEEDING_ROWS = ("math", "code")  # environments that read config.environment.train and validation
 
 
 def make_environment(config: Config) -> Environment:
-    """That of config.environment. Raises ValueError where there is none of that name, or no use for the data given."""
+    """The environment of config.environment. Raises ValueError for an unknown name, or data that it does not read."""
     name = config.environment.name
     kind = "FILE.py:CLASS" if user_code.named(name) else name
     if name.startswith(reasoning_gym.NAME):
@@ -55,7 +55,7 @@ def make_environment(config: Config) -> Environment:
 
 
 def make_environments(config: Config) -> dict[str, Environment]:
-    """The run's, by Row.environment."""
+    """The run's environments, by Row.environment."""
     made = {}
     for name, part in parts.configs(config).items():
         with _named(name):
@@ -64,13 +64,13 @@ def make_environments(config: Config) -> dict[str, Environment]:
 
 
 def load_rows(config: Config, tokenizer: Tokenizer) -> Rows:
-    """The run's problems, held-out ones of each environment: config.evaluation.prompts of them, or all there are.
+    """The run's problems; config.evaluation.prompts are held out of each environment, or all if there are fewer.
 
     Raises ValueError naming the config field, or the file and row, at fault.
     """
     configs, environments = parts.configs(config), make_environments(config)
     problems, known = _read(configs, environments, tokenizer, train=True)
-    # Each environment's own, in their order; in it, those of a source that has a weight stand together.
+    # Rows of one environment are contiguous, and in it the rows of each weighted source.
     train: list[Row] = []
     held: list[Row] = []
     strata: list[Stratum] = []
@@ -100,9 +100,9 @@ def load_rows(config: Config, tokenizer: Tokenizer) -> Rows:
 
 
 def load_held_out(config: Config, tokenizer: Tokenizer, *, apart: bool = False) -> tuple[list[Row], list[str]]:
-    """(load_rows' held_out, lines on them). Training rows are read only where held-out ones are taken out of them.
+    """(load_rows' held_out, messages on them). Training rows are read only if held-out rows are taken from them.
 
-    apart: of a mixture each environment has all of its prompts, also those that another one has too.
+    apart: each environment of a mixture keeps prompts that another one has too.
     """
     environments = make_environments(config)
     held: list[Row] = []
@@ -126,7 +126,7 @@ def _read(
     train: bool,
     apart: bool = False,
 ) -> tuple[dict[str, Problems], Known]:
-    """The rows of each environment, what is held out first: a training prompt that is there too is known by it."""
+    """Reads the rows of each environment, validation rows first: training rows with their prompts are dropped."""
     problems, known = dict[str, Problems](), Known()
     for name, environment in environments.items():
         with _named(name):
@@ -140,10 +140,10 @@ def _read(
 
 
 def place_of(text: str) -> tuple[str, str]:
-    """(config.environment.name, config.environment.validation) of what a command line names as an environment.
+    """(config.environment.name, config.environment.validation) of an environment given on the command line.
 
-    Its name; math:SOURCE or code:SOURCE; or a source, of the environment that its layout is for, or of math.
-    Raises ValueError where it is none of these.
+    `text` is an environment's name; math:SOURCE or code:SOURCE; or a source, for its layout's environment or else math.
+    Raises ValueError if it is none of these.
     """
     kind, _, where = text.partition(":")
     if text in ENVIRONMENTS or kind == "reasoning_gym" or user_code.named(text):
@@ -165,9 +165,9 @@ def place_of(text: str) -> tuple[str, str]:
 
 
 def digest(rows: Sequence[Row]) -> int:
-    """63 bits of the prompts and their answers, in order: a run that goes on with others is known by it.
+    """63-bit hash of the prompts and answers, in order: detects that a resumed run has other prompts.
 
-    Of prompts before they are rendered: a chat template may write today's date into them.
+    It uses prompts before rendering: a chat template may write today's date into them.
     """
     each = b"".join(hashlib.blake2b(_what(row).encode(), digest_size=8).digest() for row in rows)
     return int.from_bytes(hashlib.blake2b(each, digest_size=8).digest(), "little") >> 1
@@ -179,7 +179,7 @@ def _what(row: Row) -> str:
 
 
 def _notes(name: str, environment: Environment, problems: Problems) -> list[str]:
-    """The lines on one environment's rows, with its name in a mixture."""
+    """The messages on one environment's rows, prefixed with its name in a mixture."""
     lines = (*environment.notes(), *problems.notes())
     return [f"{name}: {parts.as_written(name, line)}" if name else line for line in lines]
 
@@ -189,7 +189,7 @@ def _numbered(rows: Iterable[Row], environment: str, *, first: int) -> list[Row]
 
 
 def _shares(weights: Mapping[str, float]) -> dict[str, float]:
-    """Of the sources that have weights, each one's part of their sum; all rows together are one source, ""."""
+    """Weights of the sources normalized to a sum of 1; without weights all rows are one source, ""."""
     return {source: weight / sum(weights.values()) for source, weight in weights.items()} or {"": 1.0}
 
 

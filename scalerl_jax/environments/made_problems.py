@@ -1,6 +1,7 @@
-"""What the environments that make their own problems share: which side a problem is on, distinct ones, their texts.
+"""Shared by the environments that generate problems: the split into sides, deduplication, and a tokenizer corpus.
 
-A hash of a problem's text says whether it is held out, so training and held-out problems are disjoint by construction.
+A hash of a problem's text decides whether it is held out, so training and held-out problems are disjoint by
+construction.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ class Piece:
 
 
 def is_held_out(text: str) -> bool:
-    """Whether the problem of this text belongs to the validation side."""
+    """Whether the problem with this text belongs to the validation side."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % _HELD_OUT_ONE_IN == 0
 
@@ -41,10 +42,10 @@ def is_held_out(text: str) -> bool:
 def distinct(
     draw: Callable[[], Problem], count: int, *, validation: bool, patience: Callable[[int], int], what: str
 ) -> list[Problem]:
-    """`count` problems of different texts; held-out ones are fewer where there are no more.
+    """`count` problems with different texts; held-out ones may be fewer if no more exist.
 
-    patience: draws on end without a new one, after so many found, that are enough to say that there are no more.
-    what: that they are made of, for the message. Raises ValueError where there are too few.
+    patience: maps the number of problems found to the number of consecutive draws without a new one after which no more
+    are assumed to exist. what: describes the problems, for the message. Raises ValueError if there are too few.
     """
     found: dict[str, Problem] = {}
     since = 0  # draws since the last one that was new
@@ -71,7 +72,7 @@ def corpus(
     seed: int,
     phrase: str,
 ) -> Iterator[str]:
-    """Texts for a tokenizer: training problems with their traces, and the phrase often, so that its words are whole."""
+    """Texts to train a tokenizer: training problems with traces, and the phrase, often enough to be whole words."""
     rng = np.random.default_rng([seed, 2])
     for _ in range(200):
         problem = draw(rng, environment, validation=False)

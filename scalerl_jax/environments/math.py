@@ -1,4 +1,4 @@
-"""Prompts and answers from files and the hub (data/); an answer is right where it says the same as the row's
+"""Prompts and answers from files and the hub (data/); a completion is correct if its answer equals the row's
 (answers.py).
 """
 
@@ -15,7 +15,7 @@ def make(config: Config) -> Environment:
     )  # fmt: skip
 
 
-# What compares answers brings sympy, which the processes that score need and the trainer does not.
+# Comparing answers imports sympy, which the scoring processes need and the trainer does not: hence the local imports.
 
 
 def prepare() -> None:

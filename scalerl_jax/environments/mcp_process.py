@@ -1,12 +1,12 @@
-"""Runs an MCP server, and ends it with all it has started: python mcp_process.py PARENT BYTES LINES COMMAND...
+"""Runs an MCP server, and ends it with all its descendants: python mcp_process.py PARENT BYTES LINES COMMAND...
 
-    standard input    the server's own
-    standard output   what the server writes: lines of at most BYTES, and at most LINES of them
-    standard error    at the end, one line: why the server was ended, or the last one that it wrote there
+    standard input    passed to the server
+    standard output   the server's output: lines of at most BYTES bytes, and at most LINES of them
+    standard error    one line at the end: why the server was ended, or the last line of its stderr
 
-The end: the server ends, closes its output or writes too much; PARENT ends or sends SIGTERM. Then every process that
-descends from the server is killed, whatever group or session it is in. Needs Linux. It imports little, and nothing of
-the package, as it starts once for every episode.
+It ends when the server ends, closes its output or writes too much, or when PARENT ends or sends SIGTERM. Then every
+descendant of the server is killed, whatever its group or session. Needs Linux. It imports little, and nothing of the
+package, as it starts once for every episode.
 """
 
 import ctypes
@@ -17,28 +17,28 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_END_SECONDS = 1.0  # for a server to end that has closed its output
+_END_SECONDS = 1.0  # time for a server to end after it closed its output
 _LONGEST_ERROR = 2000  # bytes
 
 
 def main() -> None:
     parent, longest, most_lines, command = *map(int, sys.argv[1:4]), sys.argv[4:]
     signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans that have ended need no wait
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended orphans
     libc = ctypes.CDLL(None, use_errno=True)
     for option, value in ((_PR_SET_CHILD_SUBREAPER, 1), (_PR_SET_PDEATHSIG, signal.SIGTERM)):
         if libc.prctl(option, *(ctypes.c_ulong(given) for given in (value, 0, 0, 0))):
             raise OSError(ctypes.get_errno(), "prctl")
     if os.getppid() != parent:
-        return  # it has ended already
+        return  # the parent has ended already
     _, memory = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))  # a smaller one is of the process that lists the tools
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))  # undoes the lower soft limit of the listing process
     why = ""
     try:
         try:
             why = _run(command, longest, most_lines)
         except BrokenPipeError:
-            pass  # nobody reads it any more
+            pass  # the parent no longer reads the output
         except OSError as error:
             why = str(error)
         finally:
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _end(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # each thread of the parent that ends may send one
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # each ending thread of the parent may cause one
     sys.exit()
 
 
@@ -66,7 +66,10 @@ def _run(command: list[str], longest: int, most_lines: int) -> str:
 
 
 def _forward(server: int, output: int, errors: int, longest: int, most_lines: int) -> str:
-    """Returns at the end. The first three are descriptors, `server` one that is readable when the server has ended."""
+    """Forwards the output until the server ends or is to be ended; returns the reason, or its last line of stderr.
+
+    server, output, errors: descriptors; `server` is a pidfd, readable when the server has ended.
+    """
     length, count, tail, closed = 0, 0, b"", False
     with selectors.DefaultSelector() as selector:
         for descriptor in (server, output, errors):
@@ -97,7 +100,7 @@ def _forward(server: int, output: int, errors: int, longest: int, most_lines: in
 
 
 def _kill_descendants() -> None:
-    """The children of what is killed become this process's own."""
+    """Kills all descendants: the children of a killed process become children of this one."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     while children := [pid for pid in os.listdir("/proc") if pid.isdecimal() and _parent(pid) == os.getpid()]:
         for pid in children:

@@ -1,13 +1,14 @@
 """MCP servers as tools of an environment: McpServer is a toolset, see tools.py.
 
-    the schemas     listed once in each process that needs them, by `python -m scalerl_jax.environments.mcp_tools`, with
-                    which its event loop, threads and connections end: a process that forks has none of them
-    an episode      has a session of its own, a server's process or an HTTP session, from its first call to its end
-    between calls   the event loop of an episode stands still: a server that writes waits until it is read
+    the schemas     listed once per process that needs them, by a subprocess `python -m
+                    scalerl_jax.environments.mcp_tools`: its event loop, threads and connections end with it, so that a
+                    process that forks has none of them
+    an episode      has its own session, a server process or an HTTP session, from its first call to its end
+    between calls   the event loop of an episode is paused: a server that writes blocks until it is read
 
-What bounds a server: `seconds` for a connection and for each call; LONGEST_MESSAGE and MOST_LINES; LISTING_BYTES of the
-process that lists, and environment.verifier_memory_bytes of an episode's. mcp_process.py ends a server's process with
-the one that has started it, also where the kernel has killed that.
+Limits of a server: `seconds` for a connection and for each call; LONGEST_MESSAGE and MOST_LINES; LISTING_BYTES for the
+listing process, and environment.verifier_memory_bytes for an episode's. mcp_process.py ends a server's process with the
+process that started it, also if the kernel killed that one.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from scalerl_jax.environments.scorer_pool import START_SECONDS, worker_environme
 
 LONGEST_MESSAGE = 4 * 2**20  # bytes of a line of a server's process, or of an HTTP response
 MOST_LINES = (
-    10_000  # of a server's process in an episode: each that asks something takes kilobytes until it is answered
+    10_000  # of a server's process in an episode: each line with a request uses kilobytes until it is answered
 )
 LONGEST_TOOL = 2**16  # characters of a tool's schema as JSON
 MOST_TOOLS = 128  # of a server
@@ -38,26 +39,26 @@ LONGEST_ERROR = 400  # characters
 LISTING_BYTES = 2 * 2**30  # address space of the process that lists tools
 CLOSE_SECONDS = 10.0
 _PROCESS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "mcp_process.py")
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # as the protocol has it
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # required by the protocol
 
 
 class ToolError(Exception):
-    """A server has not done what it was called for."""
+    """A call to a server failed."""
 
 
 class McpServer:
     """The tools of an MCP server.
 
     Args:
-        command: starts a server that speaks over its pipes, in each episode; or
-        url: of a server that speaks streamable HTTP.
-        env: variables of the server's process beside HOME, LOGNAME, PATH, SHELL, TERM and USER; it gets no others.
+        command: starts a server that communicates over its pipes, in each episode; or
+        url: address of a server with streamable HTTP.
+        env: variables of the server's process, besides HOME, LOGNAME, PATH, SHELL, TERM and USER; it gets no others.
         headers: of each HTTP request.
-        only: the tools, by the server's names; None: all.
-        prefix: what their names begin with for the model.
-        seconds: by clock, of a connection and of each call; 5 more of a server that does not even read.
+        only: the server's names of the tools to use; None: all.
+        prefix: prepended to the tools' names for the model.
+        seconds: wall-clock limit of a connection and of each call; 5 more if the server does not even read.
 
-    Raises ValueError where it is given both of command and url, or neither.
+    Raises ValueError if both command and url are given, or neither.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class McpServer:
         return f"MCP server {self.url or shlex.join(self.command)}"
 
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """Raises ValueError, one line, where the server or a tool of it cannot be had."""
+        """The tools' JSON schemas. Raises ValueError, one line, if the server or one of its tools is not available."""
         try:
             import mcp  # noqa: F401 (here, as a fork that opens a session then has it)
         except ImportError as error:
@@ -110,9 +111,9 @@ class McpServer:
 
     @contextlib.asynccontextmanager
     async def connected(self, errors: TextIO) -> AsyncIterator[Any]:
-        """A client of the package mcp. errors: a file, for what mcp_process.py says at the end.
+        """A connected client of the package mcp. errors: a file that receives the last line of mcp_process.py.
 
-        Raises whatever that package raises, in groups.
+        Raises any exception of that package, in exception groups.
         """
         import httpx2
         from mcp import Client, StdioServerParameters, stdio_client
@@ -120,7 +121,7 @@ class McpServer:
 
         async with asyncio.timeout(self.seconds) as limit, contextlib.AsyncExitStack() as stack:
             if self.url:
-                # A response may be a stream that stays open, so reading has the limit of the call alone.
+                # A response may be a stream that stays open, so only the call's limit applies to reading.
                 http = httpx2.AsyncClient(
                     headers={"Accept-Encoding": "identity", **self.headers},
                     timeout=httpx2.Timeout(self.seconds, read=None),
@@ -135,13 +136,13 @@ class McpServer:
                     command=sys.executable, args=arguments, env=self.env, encoding_error_handler="replace"
                 )
                 transport = stdio_client(started, errlog=errors)
-            # "legacy" is the protocol with sessions: the one after it keeps nothing between two calls.
+            # "legacy" is the protocol with sessions: its successor keeps no state between calls.
             client = await stack.enter_async_context(Client(transport, mode="legacy", cache=None))
             limit.reschedule(None)
             yield client
 
     async def listed(self) -> list[Mapping[str, Any]]:
-        """In a process that ends thereafter. Raises ValueError, what is wrong without the server's name."""
+        """The schemas, from the server; runs in the listing process. Raises ValueError, without the server's name."""
         tools: list[Any] = []
         with tempfile.TemporaryFile("w+") as errors:
             try:
@@ -174,7 +175,7 @@ class McpServer:
         return {"type": "function", "function": function}
 
     def why(self, error: BaseException, errors: TextIO) -> str:
-        """What went wrong, in one line."""
+        """The reason of a failure, in one line."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, TimeoutError):
@@ -186,7 +187,7 @@ class McpServer:
 
 
 class _Session:
-    """An episode's session with a server, from its first call on. One that could not begin, or has ended, stays so."""
+    """An episode's session with a server, from its first call on. If it fails to start or ends, it is not restarted."""
 
     def __init__(self, server: McpServer):
         self._server, self._runner = server, asyncio.Runner()
@@ -220,7 +221,7 @@ class _Session:
             raise ToolError(self._server.why(error, self._errors)) from None
 
     async def _live(self) -> None:
-        """In a task of its own, as what is opened has to be closed by the task that opened it."""
+        """Runs in a separate task, since the task that opens the connection has to close it."""
         try:
             async with self._server.connected(self._errors) as client:
                 self._opened.set_result(client)
@@ -236,7 +237,7 @@ class _Session:
 
 
 async def _bound(response: Any) -> None:
-    """Lets no more than LONGEST_MESSAGE of a response be read, and nothing that may grow when it is decompressed."""
+    """Limits a response to LONGEST_MESSAGE bytes, and rejects compressed ones, which could grow when decompressed."""
     import httpx2
 
     class Bounded(httpx2.AsyncByteStream):
@@ -255,14 +256,14 @@ async def _bound(response: Any) -> None:
 
 
 def main() -> None:
-    """Lists the tools of the server that standard input names, with the process that waits for them."""
+    """Lists the tools of the server that standard input names; ends with the process that waits for them."""
     die_with_parent()
     asked = json.load(sys.stdin)
     if asked["parent"] != os.getppid():
-        return  # it has ended already
-    logging.disable(logging.CRITICAL)  # of the package mcp, which logs each line that it cannot read
+        return  # the parent has ended already
+    logging.disable(logging.CRITICAL)  # the package mcp logs each line that it cannot parse
     _, most = resource.getrlimit(resource.RLIMIT_AS)
-    with contextlib.suppress(ValueError):  # there is a lower limit
+    with contextlib.suppress(ValueError):  # the limit is already lower
         resource.setrlimit(resource.RLIMIT_AS, (LISTING_BYTES, most))
     try:
         reply: dict[str, Any] = {"schemas": asyncio.run(McpServer(**asked["server"]).listed())}

@@ -1,21 +1,21 @@
-"""A whole environment of the user's: config.environment.name=FILE.py:CLASS.
+"""A user-defined environment: config.environment.name=FILE.py:CLASS.
 
     class Riddles:
         def __init__(self, config): ...                # EnvironmentConfig; or no arguments at all
         def rows(self, split): ...                     # "train" or "validation": Row or {"prompt", "answer", ...}
-        def score(self, row, completion): ...          # sync or async: float, bool, Score or dict (rewards.py)
-        def episode(self, row): ...                    # in its place: an object with step(turn), see episode.py
-        tools = [...]                                  # or functions that a turn may call before it is scored, tools.py
-        def run(self, row, client): ...                # or a program that asks for turns itself, see agent.py
-        def prepare(self): ...                         # optional: once in each process, before its first row
+        def score(self, row, completion): ...          # sync or async: float, bool, Score or dict (user_functions.py)
+        def episode(self, row): ...                    # instead of score: an object with step(turn), see episode.py
+        tools = [...]                                  # with score: tools that turns may call before it, see tools.py
+        def run(self, row, client): ...                # instead of score: a program that requests turns, see agent.py
+        def prepare(self): ...                         # optional: called once per process, before its first row
         weights = {}                                   # the rest is optional too, as in base.py
         waits_seconds = 0.0
-        deterministic = False                          # True: scores of equal completions are remembered
+        deterministic = False                          # True: scores of equal completions are cached
 
-A row that is a dict has a prompt, text or messages, and what else the scorer wants: "answer" and "task" have their
-places, other keys are in row.extra. Where there are weights, "source" of each training row is one of them. A function
-that makes such an object will do for the class. The object is made once where the run is, for its rows, and once in
-each process that scores; nothing is scored elsewhere, since reward_seconds and verifier_seconds hold there alone.
+A row that is a dict has a prompt, text or messages, and any other inputs of the scorer: "answer" and "task" become
+fields of the Row, other keys go to row.extra. If there are weights, "source" of each training row must be one of them.
+A function that returns such an object may replace the class. The object is made once in the process of the run, for its
+rows, and once in each scoring process; scores are computed only there, where reward_seconds and verifier_seconds apply.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _FIELDS: dict[str, tuple[Any, str]] = {  # of a Row
 
 
 def make(config: Config) -> Environment:
-    """Raises ValueError, one line, where the class cannot be had, or is none as above."""
+    """The user's environment. Raises ValueError, one line, if the class cannot be loaded or is not as above."""
     name = config.environment.name
     made = user_code.load(_FIELD, name)
     if not callable(made):
@@ -161,7 +161,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def _takes_one(made: Callable) -> bool:
-    """Whether it wants an argument."""
+    """Whether it accepts a positional argument."""
     try:
         parameters = inspect.signature(made).parameters.values()
     except (TypeError, ValueError):
@@ -174,7 +174,7 @@ def _finite(value: Any) -> bool:
 
 
 def _row(row: Any, where: str) -> Row:
-    """Raises ValueError naming the row."""
+    """Converts a user's row to a Row. Raises ValueError naming the row."""
     if isinstance(row, Row):
         row = dataclasses.replace(row, name=row.name or where)
         for field, (kind, called) in _FIELDS.items():
@@ -188,7 +188,7 @@ def _row(row: Any, where: str) -> Row:
         raise ValueError(f"{where}: is {type(row).__name__}, not a Row or a dict")
     if "prompt" not in row:
         raise ValueError(f"{where}: has no 'prompt' (it has: {', '.join(map(str, row)) or 'nothing'})")
-    # A source stays: a filter or a reward may look at it.
+    # "source" stays in extra: a filter or a reward may read it.
     extra = {str(key): value for key, value in row.items() if key not in ("prompt", "answer", "task")}
     answer, task, source = row.get("answer"), row.get("task"), row.get("source")
     if not isinstance(task, str | None):
@@ -208,7 +208,7 @@ def _row(row: Any, where: str) -> Row:
 
 
 def _prompt(prompt: Any, where: str) -> tuple[str, tuple[Mapping[str, str], ...]]:
-    """(text, messages) of either."""
+    """(text, messages) of a prompt that is a text or messages. Raises ValueError."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise ValueError(f"{where}: 'prompt' is empty")

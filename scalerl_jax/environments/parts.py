@@ -1,7 +1,7 @@
 """The environments of a run by name, each with the config that it would have alone.
 
-A run without a mixture has one, named "". Of a mixture each part is a name of config.mixture; a row says in
-`environment` which one it is from.
+A run without a mixture has one part, named "". In a mixture each part is a key of config.mixture; Row.environment
+holds the name of the row's part.
 """
 
 import dataclasses
@@ -25,5 +25,5 @@ def as_written(part: str, line: str) -> str:
 
 
 def field(part: str, name: str) -> str:
-    """What a field of the part's EnvironmentConfig is called by a user: "config.mixture.math.reward"."""
+    """The user's name for a field of the part's EnvironmentConfig: "config.mixture.math.reward"."""
     return f"config.mixture.{part}.{name}" if part else f"config.environment.{name}"

@@ -1,19 +1,19 @@
-"""The second built-in environment: small programs, written from a list of operations and judged by running them.
+"""The second built-in environment: small programs, written from a list of operations and scored by running them.
 
     prompt       add 3,neg,mod 7:
     completion   <think>+=3;=-x;%=7</think>x=int(input());x+=3;x=-x;x%=7;print(x)
 
-The program reads an integer and prints what becomes of it. It is run on INPUTS of them in the sandbox (code_judge.py),
-and right if it prints the right ones: any program that does so is, in a fenced block or as it is. A trace names the
-operations first and then writes them out, so that what is thought decides what is run.
+The program reads an integer, applies the operations and prints the result. It is run on INPUTS integers in the sandbox
+(code_judge.py), and is correct if all outputs are: any such program is accepted, in a fenced block or bare. A trace
+lists the operations first and then writes them out, so that the thinking decides the program.
 
-A slip is an operation with another number, or the opposite one; the program follows what was thought. A policy trained
-on traces with slips makes them at their rate: there is something to unlearn. Some traces are interrupted: the phrase
-cuts the thinking anywhere, and the program has the operations that were whole.
+A slip is an operation with another number, or the opposite operation; the program follows the thinking. A policy
+trained on traces with slips makes them at their rate, which RL can then remove. Some traces are interrupted: the phrase
+cuts the thinking anywhere, and the program has the operations that were complete.
 
-Every operation counts: a problem whose outputs would be the same without one of its operations is not asked, and the
-inputs are chosen for it. Training and held-out problems are disjoint by construction: a hash of a problem's text says
-which of the two it is.
+Every operation matters: problems whose outputs would be the same without one of their operations are not used, and the
+inputs are chosen accordingly. Training and held-out problems are disjoint by construction: a hash of a problem's text
+selects the side.
 """
 
 import dataclasses
@@ -27,19 +27,19 @@ from scalerl_jax.environments import code
 from scalerl_jax.environments.base import Environment, Row, Score
 from scalerl_jax.environments.made_problems import INTERRUPTED_SHARE, Piece, distinct, is_held_out
 
-# word: what is done to x with a number; the opposite, which a slip takes for it
+# word -> operator applied to x and a number; word -> the opposite word, used by slips
 OPERATORS = {"add": "+", "take": "-", "times": "*", "div": "//", "mod": "%"}
 OPPOSITES = {"add": "take", "take": "add", "times": "div", "div": "times", "mod": "div"}
 NEGATE = "neg"  # the one without a number
 LEAST, MOST = 2, 9  # numbers
-SLIPS = (-2, -1, 1, 2)  # a slip's number minus the right one
+SLIPS = (-2, -1, 1, 2)  # a slip's number minus the correct one
 INPUTS = 3
 _CANDIDATES = (46, -987, 350, -41, 5, 2718, -8, 13)
 _VALIDATION_SEED = 20_261_122  # the held-out problems are the same in every run, whatever its seed
 
 
 def make(config: Config) -> Environment:
-    """A row's task is its number of operations, of which there are minimum_terms to maximum_terms."""
+    """A row's task is its number of operations, from minimum_terms to maximum_terms."""
     limits = config.environment.sandbox
 
     def rows(split: str) -> Iterator[Row]:
@@ -69,7 +69,7 @@ def make(config: Config) -> Environment:
 
 
 def score(row: Row, completion: str, *, limits: SandboxConfig) -> Score:
-    """The program is the fenced block, or all that is said where there is none."""
+    """The program is the fenced block, or the whole completion if there is none."""
     program = code.find_program(completion)
     return code.score_program(row, completion.strip() if program is None else program, limits)
 
@@ -77,7 +77,7 @@ def score(row: Row, completion: str, *, limits: SandboxConfig) -> Score:
 @dataclasses.dataclass(frozen=True)
 class Operation:
     word: str
-    number: int = 0  # 0: it has none
+    number: int = 0  # 0 if the operation has none
 
     @property
     def text(self) -> str:
@@ -130,7 +130,7 @@ def held_out(problem: Problem) -> bool:
 
 
 def draw(rng: np.random.Generator, environment: EnvironmentConfig, *, validation: bool) -> Problem:
-    """A problem of the side asked for, its number of operations uniform in the config's range."""
+    """Draws a problem of one side; its number of operations is uniform in the config's range."""
     words = [*OPERATORS, NEGATE]
     while True:
         length = int(rng.integers(environment.minimum_terms, environment.maximum_terms + 1))
@@ -147,9 +147,9 @@ def draw(rng: np.random.Generator, environment: EnvironmentConfig, *, validation
 
 
 def problems(count: int, environment: EnvironmentConfig, *, seed: int, validation: bool) -> list[Problem]:
-    """`count` distinct problems. Held-out ones do not depend on `seed`, and are fewer where there are no more.
+    """`count` distinct problems. Held-out ones do not depend on `seed`, and may be fewer if no more exist.
 
-    Raises ValueError where the range of operations is empty or has too few training problems.
+    Raises ValueError if the range of operations is empty or has too few training problems.
     """
     least, most = environment.minimum_terms, environment.maximum_terms
     if not 1 <= least <= most:
@@ -168,7 +168,7 @@ def problems(count: int, environment: EnvironmentConfig, *, seed: int, validatio
 
 
 def trace(problem: Problem, rng: np.random.Generator, *, error_rate: float, phrase: str = "") -> tuple[Piece, ...]:
-    """A completion: thinking with slips, `</think>`, the program. With a `phrase`, some are interrupted by it."""
+    """A completion: thinking with slips, `</think>`, the program. A `phrase` interrupts a share of them."""
     thought = [_slip(one, rng) if rng.random() < error_rate else one for one in problem.operations]
     steps = [f"{';' if i else ''}{one.thought}" for i, one in enumerate(thought)]
     if not phrase or rng.random() >= INTERRUPTED_SHARE:
@@ -191,9 +191,9 @@ def _result(operations: list[Operation] | tuple[Operation, ...], x: int) -> int:
 
 
 def _distinguishing_inputs(operations: list[Operation]) -> tuple[int, ...]:
-    """INPUTS of the candidates on which each operation makes a difference; () where there are none."""
+    """INPUTS candidates that together reveal the omission of any operation; () if there are none."""
     right = {x: _result(operations, x) for x in _CANDIDATES}
-    tells = []  # for each operation that is left out, the inputs that show it
+    tells = []  # for each operation, the inputs whose result changes without it
     for i in range(len(operations)):
         rest = operations[:i] + operations[i + 1 :]
         tells.append({x for x in _CANDIDATES if _result(rest, x) != right[x]})
@@ -208,7 +208,7 @@ def _distinguishing_inputs(operations: list[Operation]) -> tuple[int, ...]:
 
 
 def _slip(operation: Operation, rng: np.random.Generator) -> Operation:
-    """Another number near the right one, or another operation."""
+    """The operation with another number near the correct one, or another operation."""
     if not operation.number:
         return Operation("add", int(rng.integers(LEAST, MOST + 1)))
     if rng.random() < 0.5:

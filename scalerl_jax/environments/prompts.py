@@ -1,13 +1,13 @@
-"""A row as its prompt: text and token ids, as config.environment asks for it.
+"""Renders a row's prompt to text and token ids, as configured in config.environment.
 
-    text             stands as it is, unless the model's chat template renders it as what a user says
+    text             used unchanged, unless the chat template renders it as a user message
     messages         rendered by the chat template
-    system_prompt    the first message, in the place of one that is there; before a text, with an empty line between
-    prompt_suffix    behind the last user message, or the text, as it is written
+    system_prompt    the first message, replacing an existing system message; before a text, followed by an empty line
+    prompt_suffix    appended to the last user message, or to the text, without a separator
 
-chat_template=auto renders messages and the texts that are asked as a user asks them (Row.chat); `always` every text;
-`never` none, and messages are then refused. A rendered prompt has the special tokens that its template writes and no
-others; a text gets those that the tokenizer puts before a sequence.
+chat_template=auto renders messages, and texts that are user messages (Row.chat); `always` renders every text; `never`
+renders nothing, and messages are an error. A rendered prompt has only the special tokens that its template writes; a
+text gets those that the tokenizer puts before a sequence.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _AT_ONCE = 1000  # rows that are tokenized together
 
 
 class Prompts:
-    """Of one environment (config.environment). Raises ValueError naming the config field or the file at fault."""
+    """Renders prompts of one environment (config.environment). Raises ValueError naming the config field or file."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
         environment = config.environment
@@ -49,7 +49,7 @@ class Prompts:
         return rendered
 
     def render_all(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """As `render`, of many rows, on all cores; none is held longer than it takes to make _AT_ONCE of them."""
+        """As `render`, for many rows, on all cores; at most _AT_ONCE rows are held at a time."""
         waiting = iter(rows)
         while some := list(itertools.islice(waiting, _AT_ONCE)):
             asked = [self._asked(row) for row in some]
@@ -58,13 +58,13 @@ class Prompts:
                 yield dataclasses.replace(row, token_ids=np.asarray(ids, np.int32))
 
     def _asked(self, row: Row) -> tuple[Row, bool]:
-        """The row with its prompt's text, and whether the chat template has rendered it."""
+        """The row with its prompt's text, and whether the chat template rendered it."""
         asked = row.chat or self._how == "always"
         rendered = bool(row.messages) or bool(row.tools) or (self._template is not None and asked)
         rendered = rendered and not row.agent
         try:
             if row.agent:
-                text = row.text  # what it asks is rendered where it asks
+                text = row.text  # an agent's requests are rendered when it makes them
             elif rendered:
                 messages = row.messages or [{"role": "user", "content": row.text}]
                 text = self.ask(self.complete(messages), tools=row.tools)
@@ -73,7 +73,7 @@ class Prompts:
                 self._count(text, "text")
         except (ValueError, TypeError) as error:
             raise self._named(row, error) from error
-        # The question as it was, which a reward may look at.
+        # The original question, which a reward may read.
         messages = row.messages or ({"role": "user", "content": row.text},)
         calls = self._form or HERMES if rendered else HERMES
         return dataclasses.replace(row, text=text, messages=messages, rendered=rendered, calls=calls), rendered
@@ -81,7 +81,7 @@ class Prompts:
     def _encode(self, rows: Sequence[Row]) -> list[list[int]]:
         try:
             return self._tokenizer.encode_all([row.text for row in rows])
-        except (ValueError, TypeError):  # of half a surrogate pair the tokenizer says that it is no text
+        except (ValueError, TypeError):  # the tokenizer rejects half a surrogate pair as not a text
             for row in rows:
                 try:
                     self._tokenizer.encode(row.text)
@@ -94,7 +94,7 @@ class Prompts:
         return ValueError(f"{row.name}: {error}" if row.name else str(error))
 
     def ask(self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The text that asks complete messages. Raises ValueError, one line."""
+        """The prompt's text for messages that `complete` returned. Raises ValueError, one line."""
         text = self.template().render(messages, tools=tools)
         self._count(text, "rendered")
         self._counts["tools"] += bool(tools)
@@ -102,11 +102,11 @@ class Prompts:
 
     @property
     def template_text(self) -> str:
-        """The model's jinja; "" where none is used."""
+        """The model's jinja template; "" if none is used."""
         return self._template.text if self._template is not None else ""
 
     def template(self) -> ChatTemplate:
-        """The model's. Raises ValueError where messages cannot be rendered."""
+        """The model's template. Raises ValueError if there is none or chat_template=never."""
         if self._template is not None:
             return self._template
         if self._how == "never":
@@ -115,13 +115,13 @@ class Prompts:
 
     @functools.cached_property
     def _form(self) -> str | None:
-        """In which the template writes calls of tools."""
+        """The format in which the template writes tool calls."""
         return form_of(self.template())
 
     @property
     def notes(self) -> list[str]:
-        """Lines on how the prompts so far were rendered; none where they all stand as they are, and nothing else could
-        have been meant."""
+        """Messages on how the prompts so far were rendered; none if all are unchanged texts and there is no alternative
+        (no template, no template arguments)."""
         environment, counts, lines = self._config.environment, self._counts, []
         if counts["rendered"]:
             assert self._template is not None
@@ -163,7 +163,7 @@ class Prompts:
         return (f"{system}\n\n" if system else "") + text + self._config.environment.prompt_suffix
 
     def complete(self, messages: Messages) -> Messages:
-        """Messages with the config's system prompt and suffix. Raises ValueError where they are no prompt."""
+        """Messages with the config's system prompt and suffix. Raises ValueError if they are not a prompt."""
         complete = [dict(message) for message in messages]
         for message in complete:
             if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
@@ -183,7 +183,7 @@ class Prompts:
         return complete
 
     def _count(self, text: str, how: str) -> None:
-        """Raises ValueError where the prompt leaves no thinking, and the config has a budget for it."""
+        """Counts a prompt. Raises ValueError if it closes the thinking but the config has a thinking budget."""
         rollout = self._config.rollout
         at_end = thinking_at_end(text, rollout.end_of_thinking)
         self._counts.update((how, at_end))
@@ -198,17 +198,17 @@ class Prompts:
 
 
 class Replies:
-    """What environments say between the turns of an episode, as the tokens that the next turn's prompt goes on with."""
+    """Encodes an environment's replies in an episode as the tokens that are appended to the next turn's prompt."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
         self._prompts = {part: Prompts(of_part, tokenizer) for part, of_part in parts.configs(config).items()}
         self._tokenizer = tokenizer
 
     def encode(self, row: Row, messages: Messages, *, behind: int) -> tuple[str, list[int]]:
-        """(text, token ids) of `messages` behind a turn that ends with token `behind`.
+        """(text, token ids) of `messages` after a turn that ends with token `behind`.
 
-        Of a prompt that the chat template has rendered so are they, with what begins the assistant's next turn; else
-        they are their text. Raises ValueError where there is nothing to say, or the template fails.
+        If the chat template rendered the prompt, it renders them too, with the generation prompt of the next turn; else
+        they are plain text. Raises ValueError if the reply is empty or the template fails.
         """
         text = joined_content(messages)
         if row.rendered:

@@ -1,17 +1,17 @@
-"""Tasks that reasoning-gym makes and scores: config.environment.name=reasoning_gym:NAME, any of its data sets.
+"""Tasks that reasoning-gym generates and scores: config.environment.name=reasoning_gym:NAME, any of its data sets.
 
-    training prompts   config.environment.train_prompts of them, from config.seed on
-    held-out prompts   config.evaluation.prompts, from a seed of their own that is the same in every run; none of them
-                       is a training prompt
-    options            config.environment.options, as in '{"min_terms": 2}': fields of the data set's own config
+    training prompts   config.environment.train_prompts, generated with config.seed
+    held-out prompts   config.evaluation.prompts, generated with a fixed seed that is the same in every run; none of
+                       them is a training prompt
+    options            config.environment.options, such as '{"min_terms": 2}': fields of the data set's own config
 
-A prompt is the question as the data set writes it, asked as a user asks it; how to answer can be said by
-config.environment.system_prompt or prompt_suffix. What follows the thinking, or its last <answer> inside that, is
-scored by the data set's own score_answer, s from 0 to 1: the reward is 2 s - 1, and correct is s from
-config.environment.correct_at on (where it is at most 1).
+A prompt is the data set's question as a user message; set instructions on the answer's form with
+config.environment.system_prompt or prompt_suffix. The text after the thinking, or the last <answer> in it, is scored by
+the data set's own score_answer, s from 0 to 1: the reward is 2 s - 1, and `correct` is
+s >= min(1, config.environment.correct_at).
 
-Some data sets draw from Python's sets, whose order is another in each process: they are made in processes with a fixed
-hash seed, by `python -m` this module for the rows, and again, entry by entry, where they are scored.
+Some data sets draw from Python's sets, whose order differs between processes: they are generated in processes with a
+fixed hash seed, by `python -m` this module for the rows, and again, entry by entry, in the scoring processes.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ from scalerl_jax.environments.base import Completion, Environment, Row, Score, S
 
 NAME = "reasoning_gym:"
 _VALIDATION_SEED = 20_251_013
-_MOST_TRIED = 16  # times as many entries as are asked for, where they repeat
-_SECONDS = 1800.0  # by clock, to make all prompts of a split
+_MOST_TRIED = 16  # if entries repeat, generate at most so many times the requested number
+_SECONDS = 1800.0  # by clock, to make all prompts
 _FIELD = "config.environment.name"
 
 
@@ -84,13 +84,13 @@ def _score(row: Row, completion: str, config: Config) -> Score:
 
 
 def answer_in(completion: str) -> str:
-    """What stands in the last <answer> of a completion; without one all of it."""
+    """The content of the last <answer> in a completion, or the whole completion if there is none."""
     tagged = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
     return (tagged[-1] if tagged else completion).strip()
 
 
 def _make_rows(name: str, config: Config) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows), each fewer than the config says where there are no more. Raises ValueError."""
+    """(training rows, held-out rows), fewer than configured if no more exist. Raises ValueError."""
     asked = {
         "name": name,
         "options": config.environment.options,
@@ -129,7 +129,7 @@ def _make_rows(name: str, config: Config) -> tuple[list[Row], list[Row]]:
 
 
 def fixed(environment: dict[str, str]) -> dict[str, str]:
-    """The variables of a process in which sets have the same order every time, and which finds this package."""
+    """Variables of a process in which the order of sets is fixed, and which can import this package."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = os.pathsep.join(p for p in (root, environment.get("PYTHONPATH")) if p)
     return {**environment, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
@@ -137,7 +137,7 @@ def fixed(environment: dict[str, str]) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=4)
 def _data_set(name: str, *, seed: int, size: int, options: str) -> Any:
-    """Raises ValueError, one line, where there is none of that name, or with such options."""
+    """The data set. Raises ValueError, one line, for an unknown name or invalid options."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -170,7 +170,7 @@ def _data_set(name: str, *, seed: int, size: int, options: str) -> Any:
 
 
 def _entry(data: Any, index: int) -> Any:
-    """The entries of a group's prompt are asked for again and again, and some take long to make."""
+    """An entry, cached: every completion of a group needs the same entry, and some are slow to generate."""
     kept: dict[int, Any] = data.__dict__.setdefault("_entries_kept", {})
     if index not in kept:
         if len(kept) >= 64:
@@ -185,11 +185,11 @@ def _short(text: str) -> str:
 
 
 def main() -> None:
-    """Reads what is asked for; writes {"splits": [{"seed", "size", "entries": [[index, question, answer], ...]}, ...]},
-    where no question is there twice, or {"error"}."""
+    """Reads {"name", "options", "splits": [[count, seed], ...]}; writes {"splits": [{"seed", "size", "entries":
+    [[index, question, answer], ...]}, ...]} without duplicate questions, or {"error"}."""
     asked = json.load(sys.stdin)
     reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a data set prints as it is made is no part of the reply
+    os.dup2(2, 1)  # keeps the output of a data set's code out of the reply
     options, seen, splits = json.dumps(asked["options"]), set[str](), list[dict[str, Any]]()
     try:
         for count, seed in asked["splits"]:
@@ -205,7 +205,7 @@ def main() -> None:
 def _entries(
     name: str, *, count: int, seed: int, options: str, other: frozenset[str]
 ) -> tuple[int, list[tuple[int, str, str]]]:
-    """(size of the data set, (index, question, answer) of `count` of its entries), or fewer."""
+    """(size of the data set, up to `count` entries as (index, question, answer)), without the questions in `other`."""
     size = count
     while True:
         data, entries, seen = _data_set(name, seed=seed, size=size, options=options), [], set(other)

@@ -1,22 +1,22 @@
-"""Reward functions of the user's, in the place of an environment's score or beside it.
+"""User-defined reward functions, instead of an environment's score or in addition to it.
 
     config.environment.reward=my_rewards.py:reward
     config.environment.rewards='{"environment": 1.0, "my_rewards.py:brief": 0.2, "judge": 0.5}'
 
     def reward(prompt, completion, answer, **row) -> float | bool | Score | dict: ...      # or async def
 
-A function gets by keyword what it names: prompt (what the user says last), messages, completion (what follows the
-thinking), thinking, tokens (sampled), answer, task, and the row's other columns; with **row all of them. A class is
-made once in each process and called. `reward.deterministic = True` says that it gives the same for the same, so that it
-need not be asked twice. What it may give and what becomes of its failures: user_functions.py. It runs in
-the processes that score, whose limits are config.environment.reward_seconds by clock and verifier_seconds of CPU time;
-what it prints is not shown.
+A function receives by keyword the arguments it names: prompt (the last user message), messages, completion (the text
+after the thinking), thinking, tokens (number sampled), answer, task, and the row's other columns; with **row all of
+them. A class is instantiated once per process and called. `reward.deterministic = True` declares that equal inputs give
+equal results, so that scores may be cached. Return values and failures: user_functions.py. Functions run in the scoring
+processes, within config.environment.reward_seconds of wall-clock time and verifier_seconds of CPU time; their output is
+discarded.
 
-Two names are no files: `environment` is the environment's own score, `judge` a model that judges (judge.py).
+Two names are not files: `environment` is the environment's own score, `judge` a judge model (judge.py).
 
-Of several the reward is the sum of theirs by weight. Correct is what `environment` says where it is one of them; else
-the sum is compared with config.environment.correct_at. Each one's reward is the metric rewards/NAME, and the share of
-completions that it failed on rewards/NAME/errors.
+The reward is the weighted sum of all. `correct` is that of `environment` if it is one of them, or that of the only
+reward; else the sum is compared with config.environment.correct_at. Metrics: rewards/NAME is each function's reward,
+rewards/NAME/errors the share of completions on which it failed.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ ScoreFunction = Callable[[Row, Completion], Score]
 
 
 def with_rewards(environment: Environment, config: Config) -> Environment:
-    """`environment` with the rewards of its config; itself where there are none. Raises ValueError naming the field."""
+    """`environment` with the rewards of its config; unchanged if there are none. Raises ValueError naming the field."""
     weights = _weights(config.environment)
     if not weights:
         return environment
@@ -87,7 +87,7 @@ def with_rewards(environment: Environment, config: Config) -> Environment:
 
 
 def functions(environment: EnvironmentConfig, part: str) -> dict[str, str]:
-    """What of the user's own code scores: as it was written, and what metrics call each."""
+    """The user-defined score functions of a part: {setting as the user wrote it: name in metrics}."""
     weights = _chosen(environment)
     names = _names(weights)
     field = parts.as_written(part, _field(environment))
@@ -106,7 +106,7 @@ def _chosen(environment: EnvironmentConfig) -> Mapping[str, float]:
 
 
 def _weights(environment: EnvironmentConfig) -> Mapping[str, float]:
-    """The rewards as the user named them. Raises ValueError where one cannot be, or its file is not there."""
+    """Weight of each reward, by the name the user gave. Raises ValueError for an invalid one or a missing file."""
     if environment.reward and environment.rewards:
         raise ValueError("config.environment.reward and config.environment.rewards: give one of them")
     field, chosen = _field(environment), _chosen(environment)
@@ -121,7 +121,7 @@ def _weights(environment: EnvironmentConfig) -> Mapping[str, float]:
 
 
 def _names(weights: Mapping[str, float]) -> dict[str, str]:
-    """What metrics call each: the function's name; that of the file as well where two have the same."""
+    """Each reward's name in metrics: the function's name, prefixed with the file's if two functions share it."""
     short = {given: given.rpartition(":")[2] for given in weights}
     twice = {name for name in short.values() if list(short.values()).count(name) > 1}
     return {
@@ -133,7 +133,7 @@ def _names(weights: Mapping[str, float]) -> dict[str, str]:
 def _sum(
     scores: Mapping[str, Score], weights: Mapping[str, float], names: Mapping[str, str], *, correct_at: float
 ) -> Score:
-    """One score of them all."""
+    """Combines the scores into one."""
     reward = sum(weights[given] * score.reward for given, score in scores.items())
     metrics: dict[str, float] = {}
     for given, score in scores.items():
@@ -158,7 +158,7 @@ def _sum(
 
 
 class _UsersReward:
-    """A function of the user's, called by keyword. Raises ValueError, one line, where it cannot be."""
+    """A user-defined function, called by keyword. Raises ValueError, one line, if that is not possible."""
 
     def __init__(self, given: str, name: str, field: str, config: Config):
         self._setting = f"{field}={given}"
@@ -197,12 +197,12 @@ class _UsersReward:
         self._has_worked = False
 
     def check(self, columns: Collection[str]) -> None:
-        """Raises ScorerError where it takes what no row has."""
+        """Raises ScorerError if it requires an argument that no row has."""
         if lacks := self._lacks(columns):
             raise ScorerError(f"{self._setting}: {lacks}")
 
     def _lacks(self, columns: Collection[str]) -> str:
-        """What it takes and rows with these columns do not have; "": nothing."""
+        """An error message on the required arguments that rows with these columns lack; "" if there are none."""
         missing = sorted(self._needs - {*columns, *_GIVEN})
         return f"takes {', '.join(missing)}; rows have {', '.join([*_GIVEN, *map(str, columns)])}" if missing else ""
 
@@ -218,7 +218,7 @@ class _UsersReward:
             "task": row.task,
         }
         if lacks := self._lacks(row.extra):
-            if not self._has_worked:  # it will not work on any other row either
+            if not self._has_worked:  # most likely no other row has them either
                 raise ScorerError(f"{self._setting}: {lacks}")
             raise self._function.failed(lacks, "columns")
         score = self._function.score(**given if self._takes_all else {n: given[n] for n in self._takes if n in given})

@@ -1,27 +1,27 @@
 """Runs an untrusted program in a sandbox of namespaces (bubblewrap), a system call filter and limits.
 
-    own namespaces    processes, network (none), IPC, host name, cgroups; user too, where we are not root
-    files             Python and the C library, read-only; empty scratch folders /tmp and /dev/shm; no /proc, no other
-                      /dev but null, zero and urandom. open and os.open take /dev/stdin and its like for descriptors
-    rights            no capability; no new privileges; as root: a user id of its own, unused on this machine, which
-                      makes the namespaces too where root may not (a container)
+    own namespaces    processes, network (none), IPC, host name, cgroups; also user, if this process is not root
+    files             Python and the C library, read-only; empty scratch folders /tmp and /dev/shm; no /proc, in /dev
+                      only null, zero and urandom. open and os.open map /dev/stdin and similar paths to descriptors
+    rights            no capability; no new privileges; as root: a separate user id, unused on this machine, which also
+                      makes the namespaces if root may not (in a container)
     system calls      system_calls.py
-    limits            the clock, CPU time, memory, processes, open files, output, size and number of files
+    limits            wall-clock time, CPU time, memory, processes, open files, output, size and number of files
 
-Programs are Python, run by the interpreter that this one is made from, with its standard library and nothing else.
+Programs are Python, run by this process's base interpreter with its standard library and nothing else.
 
-One `Sandbox` is for one program and may run it several times, each time in a fresh process (sandbox_inside.py): with
-what is on standard input, or with a function's arguments. Nothing stays from one run to the next: what a run has
-started is killed when it ends, and where it leaves files a new sandbox is made for the next. Where files are to be kept
-they stay, and nothing else does; a limit then ends the run alone, and of a long output the middle is left out.
+A `Sandbox` is for one program and may run it several times, each time in a fresh process (sandbox_inside.py), with a
+standard input or with a function's arguments. Nothing persists between runs: processes that a run started are killed
+when it ends, and if it leaves files, the next run gets a new sandbox. With keeps_files only the files persist; a limit
+then ends only the run, and the middle of a long output is left out.
 
-Who is to be trusted with what: everything that comes out of a sandbox is what the program claims. What is right never
-goes in, and is compared out here. So a program that takes over all that runs in there can claim what it likes, and
-gains nothing that it could not have printed.
+Trust: every output of a sandbox is only a claim of the program. Expected results never enter the sandbox; they are
+compared outside. So a program that takes over everything inside can claim anything, but gains nothing that it could not
+have printed.
 
-Of memory, each process has a limit of address space, and all together are looked at MEMORY_CHECK_SECONDS apart: for
-that long several processes may have more. Files in the scratch folders count too, by their sizes: output_bytes, and
-1 / SHARED_PART of the memory. No cgroup is needed, which a container mostly cannot make.
+Memory: each process has a limit of address space, and the sum over all processes is checked every MEMORY_CHECK_SECONDS:
+for that long several processes may use more. Files in the scratch folders are limited in size: /tmp to output_bytes,
+/dev/shm to 1 / SHARED_PART of the memory. No cgroup is needed, which a container usually cannot make.
 """
 
 import contextlib
@@ -48,35 +48,35 @@ from scalerl_jax.environments.system_calls import filter_program
 
 START_SECONDS = 60.0  # by clock, on a busy machine
 START_TRIES = 4
-PAUSE_SECONDS = 0.5  # before a start is tried again, doubled each time
-MEMORY_CHECK_SECONDS = 0.05  # between two looks at how much memory is used
+PAUSE_SECONDS = 0.5  # before a start is retried, doubled each time
+MEMORY_CHECK_SECONDS = 0.05  # interval between checks of the memory in use
 ENDING_SECONDS = 10.0
 OPEN_FILES = 64  # each end of a pair of sockets holds 200 KB of kernel memory that no other limit counts
-SHARED_PART = 4  # of the memory: the size of /dev/shm, for the locks and the shared memory of multiprocessing
+SHARED_PART = 4  # /dev/shm gets 1 / SHARED_PART of the memory, for multiprocessing's locks and shared memory
 ENTRIES = 10_000  # as in sandbox_inside.py
-SHOWN_BYTES = 2**16  # of an output whose middle may be left out
+SHOWN_BYTES = 2**16  # kept of an output whose middle may be left out
 
 Kind = Literal["ended", "timeout", "memory", "output", "crashed"]
 
 
 class SandboxLost(Exception):
-    """No sandbox can be started any more, for which no program is to blame; the message is one line."""
+    """No sandbox can be started any more, which is not a program's fault; the message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a run of a program went. Everything but `kind` and `why` is what the program claims."""
+    """The result of a run. All fields except `kind` and `why` are claims of the program."""
 
     kind: Kind
     output: bytes  # standard output
-    reply: bytes  # what the function returned, as JSON; b"": it has not returned
-    why: str  # "" where it ended by itself; else a few words
-    exit_code: int | None = None  # below 0: of the signal that ended it; None: a limit did
+    reply: bytes  # the function's result as JSON; b"" if it did not return
+    why: str  # a short reason; "" if the program ended by itself
+    exit_code: int | None = None  # negative: number of the signal that ended it; None: a limit ended it
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Of one run, as SandboxConfig has them."""
+    """The limits of one run, from SandboxConfig."""
 
     seconds: float
     memory_bytes: int
@@ -89,15 +89,15 @@ class Limits:
 
 
 class Sandbox:
-    """For one program. A context manager; nothing of it is left on the machine when it ends.
+    """A sandbox for one program. A context manager; nothing remains on the machine when it exits.
 
     Args:
-        program: Python.
+        program: Python code.
         limits: of each run.
-        function: its name, "": the program is a script that reads its standard input. Also a method of `Solution`.
-        names: Python that is executed before it, as `from typing import List`.
-        keeps_files: from run to run, for as long as `running`.
-        folders: of this machine, that it may read.
+        function: the function to call, also a method of `Solution`; "": the program is a script that reads stdin.
+        names: Python code that is executed before it, such as `from typing import List`.
+        keeps_files: files persist from run to run, while `running`.
+        folders: folders of this machine that it may read.
     """
 
     def __init__(
@@ -110,19 +110,19 @@ class Sandbox:
 
     @property
     def running(self) -> bool:
-        """Whether it is started; where files are kept, those of the runs so far are there."""
+        """Whether it is started; with keeps_files, the files of the runs so far exist as long as it is."""
         return self._running is not None
 
     def run(self, given: bytes, *, seconds: float | None = None, shown: int = SHOWN_BYTES) -> Outcome:
-        """Once, with `given` as standard input, or as the JSON list of the function's arguments.
+        """Runs the program once. given: its standard input, or the function's arguments as a JSON list.
 
-        `seconds` by clock, if that is less than the limit. shown: bytes of the output, where files are kept. Raises
-        SandboxLost.
+        seconds: wall-clock limit, if lower than the sandbox's. shown: bytes kept of the output, with keeps_files.
+        Raises SandboxLost.
         """
         seconds = self._limits.seconds if seconds is None else min(seconds, self._limits.seconds)
         if self._running is None:
             self._running = self._start()
-        # What goes in may be in Python's own notation; what comes out may not.
+        # Input may use marshal; output may not, since it is not trusted.
         data = marshal.dumps(json.loads(given)) if self._function else given
         outcome, again = self._running.run(data, seconds, self._limits, shown=shown if self._keeps_files else 0)
         if not again:
@@ -141,7 +141,7 @@ class Sandbox:
         self.close()
 
     def _start(self) -> "_Running":
-        """Where the machine is short of something for a moment, it is tried again."""
+        """Starts the sandbox; retries if that fails, or during a temporary shortage of resources."""
         user = sandbox_command.user()
         setup = {
             "program": self._program,
@@ -165,17 +165,17 @@ class Sandbox:
         raise SandboxLost(f"bwrap cannot make a sandbox here: {why}{sandbox_command.forbidden()}")
 
     def _limits_inside(self, user: int) -> dict[str, int]:
-        """Of each process in it."""
+        """Limits of each process in the sandbox, by the names of the resource module."""
         limits = {
             "RLIMIT_AS": self._limits.memory_bytes,
             "RLIMIT_CPU": math.ceil(self._limits.seconds) + 1,
-            # The scratch folders have sizes of their own.
+            # The scratch folders have separate size limits.
             "RLIMIT_FSIZE": max(self._limits.output_bytes, self._limits.memory_bytes // SHARED_PART),
             "RLIMIT_NOFILE": OPEN_FILES,
             "RLIMIT_CORE": 0,
             "RLIMIT_MEMLOCK": 0,
             "RLIMIT_MSGQUEUE": 0,
-            "RLIMIT_NPROC": self._limits.processes + (0 if user else 1),  # our own process in there is of its user
+            "RLIMIT_NPROC": self._limits.processes + (0 if user else 1),  # without another user, our process counts too
         }
         for name, limit in limits.items():
             _, hard = resource.getrlimit(getattr(resource, name))
@@ -184,11 +184,11 @@ class Sandbox:
 
 
 class _NotStarted(Exception):
-    """With what bwrap said."""
+    """The sandbox did not start; the message is the last line of bwrap's output."""
 
 
 class _Running:
-    """A started sandbox, spoken to over a socket; see sandbox_inside.py."""
+    """A started sandbox, controlled over a socket; see sandbox_inside.py."""
 
     def __init__(self, setup: bytes, *, limits: Limits, user: sandbox_command.User, folders: Sequence[str]):
         self._control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -239,7 +239,7 @@ class _Running:
             files.close()
 
     def run(self, given: bytes, seconds: float, limits: Limits, *, shown: int) -> tuple[Outcome, bool]:
-        """Also whether another run may follow in here. shown: bytes of the output; 0: all, and files are not kept."""
+        """(outcome, whether another run may follow). shown: bytes kept of the output; 0: all, and no files are kept."""
         with contextlib.ExitStack() as files:
             input_file = _sealed(given)
             files.callback(os.close, input_file)
@@ -262,7 +262,7 @@ class _Running:
     def _watch(
         self, output: int, error: int, reply: int, *, seconds: float, limits: Limits, shown: int
     ) -> tuple[Outcome, bool]:
-        """Until the run has ended and everything that it wrote is read, or a limit is reached."""
+        """Waits until the run has ended and all its output is read, or a limit is reached."""
         read: dict[int, bytearray] = {output: bytearray(), error: bytearray(), reply: bytearray()}
         control = self._control.fileno()
         poll = select.poll()
@@ -301,7 +301,7 @@ class _Running:
                 elif sum(map(len, read.values())) > limits.output_bytes:
                     return outcome("output", f"more than {limits.output_bytes} bytes of output")
             now = time.monotonic()
-            # One that has ended is not to blame where this process stood still before it could see that.
+            # If this process was stalled, the run may have ended in time unnoticed: that is no timeout.
             if status is None and now >= end and not ended.poll(0):
                 return outcome("timeout", f"no end after {seconds:.3g} s", again=shown > 0 and self._stop())
             if status is None and now >= next_check:
@@ -318,8 +318,8 @@ class _Running:
         return outcome(*_ending(code, bytes(read[error])), code, again=shown > 0 or not entries)
 
     def _stop(self) -> bool:
-        """Ends what runs in it. Whether another run may follow."""
-        with contextlib.suppress(OSError):  # it has ended, or does not answer
+        """Ends the current run. Returns whether another run may follow."""
+        with contextlib.suppress(OSError):  # the sandbox has ended, or does not reply
             self._control.settimeout(ENDING_SECONDS)
             self._control.send(b"stop")
             status = self._control.recv(64)
@@ -327,20 +327,20 @@ class _Running:
         return False
 
     def _memory(self) -> int:
-        """Resident bytes of all processes in it, shared ones as often as they are shared."""
+        """Sum of the resident bytes of all its processes; shared memory counts once per process."""
         assert self._process is not None
         page, total = os.sysconf("SC_PAGE_SIZE"), 0
         todo = _children(self._process.pid)
         while todo:
             process = todo.pop()
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
                 with open(f"/proc/{process}/statm", "rb") as file:
                     total += int(file.read().split()[1]) * page
             todo += _children(process)
         return total
 
     def end(self) -> None:
-        """Kills everything in it, and returns when it is gone."""
+        """Kills all its processes, and waits until they are gone."""
         self._control.close()
         process, self._process = self._process, None
         if process is None:
@@ -349,7 +349,7 @@ class _Running:
         try:
             poll = select.poll()
             poll.register(ended, select.POLLIN)
-            # Its first process takes all others along, and bwrap ends when that is done.
+            # Killing its first process kills all others; bwrap then ends.
             for kill_parent in (False, True):
                 end = time.monotonic() + ENDING_SECONDS
                 while process.poll() is None and time.monotonic() < end:
@@ -362,7 +362,7 @@ class _Running:
 
 
 def _ending(code: int, error: bytes) -> tuple[Kind, str]:
-    """What an exit code and the standard error say."""
+    """(kind, why) of an exit code and the standard error."""
     if code == 0:
         return "ended", ""
     lines = error.decode(errors="replace").strip().splitlines()
@@ -377,14 +377,14 @@ def _ending(code: int, error: bytes) -> tuple[Kind, str]:
 
 
 def _without_middle(data: bytearray, most: int) -> int:
-    """Leaves `most` bytes, the first and the last ones; how many it took out."""
+    """Keeps the first and last bytes of `data`, `most` in all; returns how many were removed."""
     count = max(0, len(data) - most)
     del data[most // 2 : most // 2 + count]
     return count
 
 
 def _sealed(data: bytes) -> int:
-    """A descriptor of a file in memory that can be read from its beginning, and not changed by anybody."""
+    """A descriptor of a read-only file in memory, positioned at its beginning."""
     file = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with os.fdopen(os.dup(file), "wb") as writer:

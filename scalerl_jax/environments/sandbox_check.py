@@ -1,4 +1,4 @@
-"""Whether there can be a sandbox on this machine, and whether it holds: asked at the start of a run."""
+"""Checks at the start of a run that sandboxes work on this machine and that they confine programs."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from scalerl_jax.environments.system_calls import filter_program
 
 @functools.cache
 def check(limits: Limits) -> None:
-    """Raises ValueError, one line, where there can be no sandbox on this machine, or it would not hold."""
+    """Raises ValueError, one line, if no sandbox can be made on this machine, or it does not confine programs."""
     if sys.platform != "linux":
         raise ValueError(f"programs are run in a sandbox that needs Linux, this is {sys.platform}")
     filter_program()
@@ -48,7 +48,7 @@ def check(limits: Limits) -> None:
         raise ValueError(f"the sandbox does not hold here: {found}")
 
 
-# Says what it should not have been able to do.
+# Tries forbidden operations; returns the first that succeeds, or "".
 _PROBE = """
 import errno, os, socket, time
 def probe(processes):

@@ -1,4 +1,4 @@
-"""The command that starts a sandbox: bubblewrap's options, the Python in there, and who runs a program."""
+"""The command that starts a sandbox: bubblewrap's options, its Python, and the user that runs a program."""
 
 import contextlib
 import dataclasses
@@ -13,38 +13,39 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 
-PYTHON_FOLDER = "/python"  # in a sandbox: where the interpreter is called python, for a PATH
-# Where a machine's commands are, for sandboxes in which a shell runs; the last one is links that some of them are.
+PYTHON_FOLDER = "/python"  # folder in a sandbox that has the interpreter as `python`, for PATH
+# Folders of the machine's commands, for sandboxes that run a shell; some commands are links into the last one.
 COMMAND_FOLDERS = ("/usr/bin", "/bin", "/etc/alternatives")
-OLDEST = (0, 8)  # bubblewrap's, with all options that are used here
-# What makes the kernel refuse user namespaces: the value with which it does.
+OLDEST = (0, 8)  # oldest version of bubblewrap with all options used here
+# Kernel settings that forbid user namespaces, with the forbidding value.
 _SWITCHES = {
     "kernel/unprivileged_userns_clone": "0",
     "kernel/apparmor_restrict_unprivileged_userns": "1",
     "user/max_user_namespaces": "0",
 }
-# What a pod must have for a sandbox. Its default profiles (RuntimeDefault) refuse namespaces and mounts without a
-# capability that would open the node; unconfined, a process without any makes them within a user namespace of its own.
+# Security settings that a pod needs for a sandbox. The default profiles (RuntimeDefault) allow namespaces and mounts
+# only with a capability that would open the node; unconfined, a process without capabilities can make them in its own
+# user namespace.
 POD_SECURITY = {"seccompProfile": {"type": "Unconfined"}, "appArmorProfile": {"type": "Unconfined"}}
 POD_NEEDS = (
     "in a pod the sandbox needs securityContext.seccompProfile.type and .appArmorProfile.type Unconfined in its "
     "container, and a node with user namespaces: sysctl user.max_user_namespaces above 0 and "
     "kernel.apparmor_restrict_unprivileged_userns 0"
 )
-# Bits of CapEff: with these root makes namespaces by itself (the second for the loopback device of a network)...
+# Bits of CapEff: with these root can make namespaces itself (the second is for the loopback device of a network)...
 _ALONE = 1 << 21 | 1 << 12  # CAP_SYS_ADMIN, CAP_NET_ADMIN
-_ANOTHER = 1 << 7 | 1 << 6 | 1 << 5  # ... with CAP_SETUID, CAP_SETGID and CAP_KILL it has another user do it
+_ANOTHER = 1 << 7 | 1 << 6 | 1 << 5  # ... with CAP_SETUID, CAP_SETGID and CAP_KILL it can use another user
 
 
 def version() -> tuple[int, ...]:
-    """Of bubblewrap; () where it does not say."""
+    """The version of bubblewrap; () if it does not print one."""
     output = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
     found = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", output)
     return tuple(int(number) for number in found.groups(default="0")) if found else ()
 
 
 def forbidden() -> str:
-    """What may be in the way, for the end of a message; "": nothing that is known."""
+    """A likely reason why sandboxes are forbidden, to append to a message; "" if none is known."""
     if os.geteuid() == 0 and _has(_ALONE):
         return ""
     for name, value in _SWITCHES.items():
@@ -62,12 +63,12 @@ def forbidden() -> str:
 class User:
     """User ids that make a sandbox and run a program in it; 0 is the current user."""
 
-    makes: int  # without any right, in a user namespace
-    runs: int  # is changed to in there
+    makes: int  # starts bwrap without any privilege, in a user namespace
+    runs: int  # the process in the sandbox switches to it
 
 
 def user() -> User:
-    """As root, an unused user id, another for every sandbox: the kernel counts processes by it."""
+    """As root, a random unused user id for every sandbox: the kernel counts processes per user."""
     if os.geteuid() != 0:
         return User(0, 0)
     with open("/proc/self/uid_map") as file:
@@ -76,7 +77,7 @@ def user() -> User:
     count = min(count, 2**31 - first)  # bwrap writes it as a signed number
     if count < 60_000 or not _has(_ANOTHER):
         return User(0, 0)
-    # The upper half: accounts are numbered from below.
+    # From the upper half, as accounts have low numbers.
     unused = first + count // 2 + random.SystemRandom().randrange(max(1, count // 2 - 2))
     return User(0, unused) if _has(_ALONE) else User(unused, 0)
 
@@ -89,7 +90,7 @@ def _has(capabilities: int) -> bool:
 
 @functools.cache
 def _python() -> tuple[str, tuple[str, ...]]:
-    """(the interpreter, what must be mounted for it)."""
+    """(path of the interpreter, bwrap options that mount what it needs)."""
     base = os.path.realpath(sys.base_prefix)
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     standard = os.path.realpath(sysconfig.get_path("stdlib", vars={"base": base, "installed_base": base}))
@@ -104,7 +105,7 @@ def _python() -> tuple[str, tuple[str, ...]]:
         if os.path.isdir(folder) and not folder.startswith(("/usr/lib", "/lib")):
             options += ["--ro-bind", folder, folder]
     options += ["--ro-bind", python, python]
-    # bwrap takes over that /root is closed to others; in there it holds nothing but Python.
+    # bwrap would copy the permissions of /root, which others cannot enter; in the sandbox it holds only Python.
     parents = {str(parent) for path in (python, base, standard) for parent in pathlib.PurePath(path).parents}
     parents = (parents - {"/", "/lib"}) | {"/dev", "/usr"}
     options = [option for parent in sorted(parents) for option in ("--perms", "0755", "--dir", parent)] + options
@@ -116,20 +117,20 @@ def _python() -> tuple[str, tuple[str, ...]]:
 def command(
     filter_file: int, *, scratch_bytes: int, shared_bytes: int, as_root: bool, folders: Sequence[str] = ()
 ) -> list[str]:
-    """bwrap and its options, and the Python in there up to its script's arguments.
+    """bwrap with its options, and the Python command without its script's arguments.
 
-    folders: of this machine, that can be read in there.
+    folders: folders of this machine that can be read in the sandbox.
     """
     bwrap = shutil.which("bwrap")
     assert bwrap is not None
     python, mounts = _python()
-    # Root that may do so needs no user namespace, and drops everything in there by becoming another user.
+    # Root with enough capabilities needs no user namespace; it drops all privileges inside by switching the user.
     rights = ["--cap-drop", "ALL"]
     if as_root:
         rights += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_KILL"]
     else:
         rights += ["--unshare-user"]
-        if not os.statvfs("/proc/sys").f_flag & os.ST_RDONLY:  # in a container it is, and the filter does the same
+        if not os.statvfs("/proc/sys").f_flag & os.ST_RDONLY:  # read-only in containers; the filter has the same effect
             rights += ["--disable-userns"]
     devices = [
         option for name in ("null", "zero", "urandom") for option in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")
@@ -157,7 +158,7 @@ def _folders(folders: Sequence[str]) -> Iterator[str]:
     for folder in folders:
         for parent in reversed(pathlib.PurePath(folder).parents[:-1]):
             yield from ("--perms", "0755", "--dir", str(parent))
-        if os.path.islink(folder) and os.path.realpath(folder) in folders:  # as /bin mostly is
+        if os.path.islink(folder) and os.path.realpath(folder) in folders:  # such as /bin on most machines
             yield from ("--symlink", os.readlink(folder), folder)
         else:
             yield from ("--ro-bind", folder, folder)

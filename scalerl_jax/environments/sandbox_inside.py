@@ -1,14 +1,14 @@
-"""What runs as the first process of a sandbox; never imported: its text is given to the sandbox's own Python.
+"""The first process of a sandbox. Never imported: its text is passed to the sandbox's own Python.
 
-    a message with four descriptors comes in       input, standard output, standard error, reply
-    a fork with those and with limits runs the program, once
-    when it has ended, or "stop" comes in, everything else that it started is killed, and "STATUS ENTRIES" goes out
-    the socket ends: so does this, and with it whatever is left in the sandbox
+    a message with four descriptors arrives: input, standard output, standard error, reply
+    a fork with these descriptors and with limits runs the program, once
+    when it has ended, or "stop" arrives, all processes that it started are killed, and "STATUS ENTRIES" is sent
+    when the socket closes, this process ends, and with it everything in the sandbox
 
-STATUS is the fork's as waitpid gives it, ENTRIES how many there are in the scratch folders afterwards.
+STATUS is the fork's status from waitpid, ENTRIES the number of entries in the scratch folders afterwards.
 
-Each run starts from this process, in which no line of the program has ever run. What the program is to answer is not
-known here. Little is imported, as this starts once for every program.
+Each run is forked from this process, which never executes code of the program. It does not know the expected results.
+It imports little, as it starts once for every program.
 """
 
 import _io
@@ -24,16 +24,16 @@ import sys
 
 CONTROL, SETUP = int(sys.argv[1]), int(sys.argv[2])
 SCRATCH, SHARED = "/tmp", "/dev/shm"
-ENTRIES = 10_000  # in each of the two: names take of the kernel's memory, not of the folder's size
-COUNT_SECONDS = 0.05  # between two counts of them
-# What Linux has by /proc, which is not in here: open and os.open take these for the descriptors.
+ENTRIES = 10_000  # in each of the two folders: names use kernel memory that the folder's size does not limit
+COUNT_SECONDS = 0.05  # interval between counts of them
+# On Linux these paths need /proc, which the sandbox lacks: open and os.open map them to the descriptors.
 STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 STREAMS |= {f"{folder}/{number}": number for folder in ("/dev/fd", "/proc/self/fd") for number in range(3)}
 REAL_OPEN = posix.open
 
 
 def serve() -> tuple[int, int, int, int]:
-    """Returns the descriptors, in a fork that is to run the program."""
+    """Serves the socket; returns only in a fork that is to run the program, with its descriptors."""
     control = _socket.socket(fileno=CONTROL)
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # the first process of a namespace gets no signal from inside it
     _signal.pthread_sigmask(_signal.SIG_BLOCK, [_signal.SIGCHLD])
@@ -42,7 +42,7 @@ def serve() -> tuple[int, int, int, int]:
         message, ancillary, _, _ = control.recvmsg(16, 256)
         if not message:
             posix._exit(0)
-        if message == b"stop":  # of a run that had ended by then
+        if message == b"stop":  # for a run that had already ended
             continue
         data = memoryview(ancillary[0][2]).cast("i")
         descriptors = (data[0], data[1], data[2], data[3])
@@ -57,7 +57,7 @@ def serve() -> tuple[int, int, int, int]:
 
 
 def wait(child: int, control: _socket.socket) -> tuple[int, int]:
-    """Until nothing runs but this."""
+    """Waits for the run, then kills all other processes. Returns (status, number of entries)."""
     status = None
     most = 0
     while status is None:
@@ -70,7 +70,7 @@ def wait(child: int, control: _socket.socket) -> tuple[int, int]:
         if status is None and (most > ENTRIES or is_stopped(control)):
             break
     try:  # noqa: SIM105 (nothing is imported)
-        posix.kill(-1, _signal.SIGKILL)  # all but this
+        posix.kill(-1, _signal.SIGKILL)  # all processes but this one
     except ProcessLookupError:
         pass
     while True:
@@ -79,7 +79,7 @@ def wait(child: int, control: _socket.socket) -> tuple[int, int]:
         except ChildProcessError:
             break
         status = how if ended == child else status
-    most = max(most, used_entries())  # what came in the meantime
+    most = max(most, used_entries())  # includes entries made in the meantime
     return status or 0, most if most > ENTRIES else sum(len(posix.listdir(folder)) for folder in (SCRATCH, SHARED))
 
 
@@ -96,10 +96,10 @@ def is_stopped(control: _socket.socket) -> bool:
 
 
 def confine(descriptors: tuple[int, int, int, int], setup: dict) -> None:
-    """Limits that this process cannot lift again. Of its files it has input, output, error and reply: 0 to 3."""
-    # Copies: only the first of them can be below 4, and that is moved first.
+    """Sets limits that this process cannot lift. Keeps only the descriptors input, output, error and reply: 0 to 3."""
+    # Uses copies: only the first of them can be below 4, and it is moved first.
     for place, descriptor in enumerate([posix.dup(descriptor) for descriptor in descriptors]):
-        posix.dup2(descriptor, place, place != 3)  # what the program starts does not inherit the reply
+        posix.dup2(descriptor, place, place != 3)  # the program's child processes do not inherit the reply
     posix.closerange(4, 1 << 20)
     for name, limit in setup["limits"].items():
         resource.setrlimit(getattr(resource, name), (limit, limit))
@@ -112,8 +112,8 @@ def confine(descriptors: tuple[int, int, int, int], setup: dict) -> None:
 
 
 def run(setup: dict) -> None:
-    """The program, as a script or as a module with a function that is called. Its exceptions are the process's."""
-    sys.set_int_max_str_digits(0)  # as those who wrote the tests had it; the time is limited as it is
+    """Runs the program as a script, or as a module with a function that is called. Exceptions end the process."""
+    sys.set_int_max_str_digits(0)  # as for the authors of the tests; the run's time is limited anyway
     call = setup["function"]
     given = b""
     if call:
@@ -129,7 +129,7 @@ def run(setup: dict) -> None:
     for modules, opens in ((("builtins", "io"), Opens(_io.open)), (("posix", "os"), Opens(REAL_OPEN, "path"))):
         for name in sys.modules.keys() & set(modules):
             vars(sys.modules[name])["open"] = opens
-    for name in ("exit", "quit"):  # those of the module site, which is not loaded
+    for name in ("exit", "quit"):  # normally defined by the module site, which is not loaded
         setattr(builtins, name, sys.exit)
     sys.argv = ["program.py"]
     module = type(sys)("program" if call else "__main__")
@@ -148,14 +148,14 @@ def run(setup: dict) -> None:
     reply = encoded(function(*marshal.loads(given))).encode()
     while reply:
         reply = reply[posix.write(3, reply) :]
-    posix._exit(0)  # the answer is given: threads and what else is left do not matter
+    posix._exit(0)  # the reply is written: do not wait for threads
 
 
 class Opens:
-    """open or os.open, with STREAMS. No function: as an attribute of a class it gets no self, like the real ones."""
+    """open or os.open with STREAMS. Not a function: like the real ones it gets no self as an attribute of a class."""
 
     def __init__(self, real, path: str = "file"):
-        """path: what the first argument is called."""
+        """path: the name of the first argument."""
         self.real, self.path = real, path
 
     def __call__(self, *arguments, **named):
@@ -170,7 +170,7 @@ class Opens:
 
 
 def encoded(value: object) -> str:
-    """JSON. The module json would do the same, and take longer to import than most programs to run."""
+    """`value` as JSON. The module json would do the same, but its import takes longer than most programs run."""
     if isinstance(value, str):
         return _json.encode_basestring_ascii(value)
     if value is None or isinstance(value, bool):
@@ -189,7 +189,7 @@ def encoded(value: object) -> str:
 
 
 def leave() -> None:
-    """As an interpreter ends, without taking itself apart, which takes longer than most programs."""
+    """Ends like an interpreter, but without its teardown, which takes longer than most programs run."""
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     atexit._run_exitfuncs()
@@ -201,7 +201,7 @@ def leave() -> None:
 
 with _io.open(SETUP, "rb") as file:
     SETUP_READ = marshal.loads(file.read())
-# Once for all forks: imports that are ours.
+# Executed once for all forks: imports that this project adds.
 NAMES: dict = {}
 exec(SETUP_READ["names"], NAMES)
 DESCRIPTORS = serve()

@@ -1,4 +1,4 @@
-"""A scoring process: it makes the run's environments from the config and writes one line for each line it reads.
+"""A scoring process: makes the run's environments from the config and answers each line with one line.
 
     read                                           written
     {"config": "{...}", "parent"}, the first       {"ready": true}
@@ -7,12 +7,13 @@
      "thinking", "tokens"}                         {"id", "out_of_time": true, "last": true}
                                                    {"id", "error": line}: nothing can be scored
 
-A reply has its question's id: a process that a score function started may write into the same pipe. A part is made when
-it is first asked of; columns: those that its rows have, or null. A complaint is of a score function that failed, whose
-completion is wrong. `last`: it took so much memory that the next question needs a new process. Where it cannot even
-interrupt itself (a computation in C), the kernel ends it with SIGXCPU GRACE_SECONDS after the limit. It ends at the end
-of its input, whatever threads a score has left behind, and on Linux the kernel kills it with the thread that started
-it, also amid a score that catches everything. The config comes by stdin, since everybody can read a command line.
+A reply has its question's id, since a process that a score function started may write into the same pipe. A part is
+made when a question first needs it; columns: those of its rows, or null. A complaint describes a score function that
+failed; its completion is wrong. `last`: the process uses so much memory that the next question needs a new one. If the
+process cannot interrupt itself (a computation in C), the kernel ends it with SIGXCPU GRACE_SECONDS after the limit. It
+ends at the end of its input, even if a score left threads running; on Linux the kernel kills it with the thread that
+started it, even during a score that catches everything. The config is read from stdin, since any user can read a
+command line.
 """
 
 import contextlib
@@ -35,20 +36,20 @@ from scalerl_jax.environments import load, parts, user_code
 from scalerl_jax.environments.base import Completion, Environment, Row, Score, ScorerError
 from scalerl_jax.environments.complaints import failure
 
-GRACE_SECONDS = 1.0  # CPU time over the limit at which the kernel ends it; the kernel counts whole seconds
+GRACE_SECONDS = 1.0  # CPU time beyond the limit after which the kernel ends the process; it counts whole seconds
 AGAIN_SECONDS = 0.1  # CPU time between two interruptions: a bare `except:` or a callback may swallow one
-LONGEST_ANSWER = 200  # characters of a score's answer; a longer one is told apart by its digest
+LONGEST_ANSWER = 200  # characters of a score's answer; a longer one is cut and distinguished by its digest
 LONGEST_WHY = 500  # characters
 MOST_METRICS = 64  # of one score
 _PR_SET_PDEATHSIG = 1
 
 
 class OutOfTime(BaseException):
-    """Not an Exception: math-verify and sympy catch those and go on."""
+    """Not an Exception: math-verify and sympy catch those and continue."""
 
 
 class Limit:
-    """Raises OutOfTime in `with limit.of(seconds):` once this process has spent that much CPU time in it."""
+    """Raises OutOfTime in `with limit.of(seconds):` after this process has spent that much CPU time in the block."""
 
     def __init__(self) -> None:
         self._armed = False
@@ -72,7 +73,7 @@ class Limit:
         self._armed = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # what is made next takes its own time
+        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # making the next part is not limited
 
     def _interrupt(self, *_: object) -> None:
         if self._armed:
@@ -80,15 +81,15 @@ class Limit:
 
 
 class Parts:
-    """The environments of a run, each made when it is first asked for."""
+    """The environments of a run, each made on first access."""
 
     def __init__(self, config: Config):
         self._configs = parts.configs(config)
         self._made: dict[str, Environment] = {}
-        self.size = 0  # bytes of address space with those that are made
+        self.size = 0  # bytes of address space after the last environment was made
 
     def __getitem__(self, part: str) -> Environment:
-        """Raises ScorerError where it cannot be made or prepared."""
+        """Raises ScorerError if it cannot be made or prepared."""
         if part not in self._made:
             try:
                 environment = load.make_environment(self._configs[part])
@@ -105,12 +106,12 @@ class Parts:
         return self._made[part]
 
     def seconds(self, part: str) -> float:
-        """CPU time of one score."""
+        """Limit of the CPU time of one score."""
         return self._configs[part].environment.verifier_seconds
 
 
 def reply_to(question: Mapping[str, Any], environments: Parts, limit: Limit) -> dict[str, Any]:
-    """Raises nothing for any text."""
+    """The reply to a question. Never raises, whatever the text."""
     part = question.get("part", "")
     try:
         if "prepare" in question:
@@ -125,7 +126,7 @@ def reply_to(question: Mapping[str, Any], environments: Parts, limit: Limit) -> 
             row = Row(environment=part, **question["row"])
             return {"score": _plain(environment.score(row, completion))}
     except OutOfTime:
-        limit.off()  # it may have been interrupted itself
+        limit.off()  # the context manager's own call may have been interrupted
         return {"out_of_time": True}
     except ScorerError as error:
         return {"error": parts.as_written(part, " ".join(str(error).split()))}
@@ -138,7 +139,7 @@ def reply_to(question: Mapping[str, Any], environments: Parts, limit: Limit) -> 
 
 
 def _plain(score: Score) -> dict[str, Any]:
-    """Its fields as JSON has them; what is bounded is cut."""
+    """The fields of a score as JSON values, long texts cut. Raises TypeError or ValueError for an invalid score."""
     if not isinstance(score, Score):
         raise TypeError(f"a score is {type(score).__name__}, not Score")
     answer = score.answer
@@ -158,8 +159,8 @@ def _plain(score: Score) -> dict[str, Any]:
 
 
 def die_with_parent() -> None:
-    """The kernel sends SIGKILL when the thread that started this process is gone: a thread of the pool, which lives as
-    long as the pool. One that is gone already sends none, which is for the caller to see (getppid)."""
+    """The kernel sends SIGKILL when the thread that started this process ends: a thread of the pool, which lives as
+    long as the pool. If it ended before this call there is no signal; the caller must check that (getppid)."""
     if sys.platform == "linux":
         died = [ctypes.c_ulong(given) for given in (signal.SIGKILL, 0, 0, 0)]
         if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, *died):
@@ -167,7 +168,7 @@ def die_with_parent() -> None:
 
 
 def _address_space() -> int:
-    """Bytes of this process; 0 where the system does not say."""
+    """Bytes of this process's address space; 0 if the system does not report them."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -177,7 +178,7 @@ def _address_space() -> int:
 
 def main() -> None:
     die_with_parent()
-    # Its own ends of the pipes: what a library reads or prints is neither a question nor a reply.
+    # Private copies of the pipes: a library that reads stdin or prints does not interfere with them.
     questions = os.fdopen(os.dup(0), encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     with open(os.devnull, "r+b") as nowhere:
@@ -188,11 +189,11 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
         first = json.loads(questions.readline() or "{}")
         if first.get("parent") != os.getppid():
-            os._exit(0)  # it is gone already
+            os._exit(0)  # the parent ended before die_with_parent
         config = config_io.from_json(first["config"])
         each = parts.configs(config).values()
         memory = max(of_part.environment.verifier_memory_bytes for of_part in each)
-        # A size that the machine does not know, and no core file of a worker that the kernel ends.
+        # Limits the address space, and disables core files; a size that the machine does not accept is skipped.
         for kind, size in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
             with contextlib.suppress(ValueError, OSError):
                 resource.setrlimit(kind, (size, size))
@@ -203,12 +204,12 @@ def main() -> None:
     for line in questions:
         question = json.loads(line)
         reply = {"id": question["id"], **reply_to(question, environments, limit)}
-        if os.getpid() != itself:  # a fork that a score function made, and let return
+        if os.getpid() != itself:  # a score function forked, and the fork returned
             os._exit(0)
-        if _address_space() > (memory + environments.size) / 2:  # the next question would have less room than this one
+        if _address_space() > (memory + environments.size) / 2:  # half of the memory left for scores is used up
             reply["last"] = True
         replies.write(json.dumps(reply) + "\n")
-    os._exit(0)  # nothing of the user's is waited for
+    os._exit(0)  # without waiting for threads of user code
 
 
 if __name__ == "__main__":

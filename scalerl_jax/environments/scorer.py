@@ -1,12 +1,12 @@
 """The score of each completion: computed once, and in the same way for training and held-out ones.
 
-    cut by the token budget        wrong, whatever its text says so far; no environment is asked
-    nothing follows the thinking   wrong, likewise
-    others                         the score of what follows the thinking, by the environment that the row is of
+    cut by the token budget        wrong, whatever its text; the environment is not called
+    nothing follows the thinking   wrong; the environment is not called
+    otherwise                      the environment of the row scores the text after the thinking
 
-What follows the thinking is the text after the last `end_of_thinking` (thinking.py); where there is no thinking budget
-and the prompt has opened none, it is all of the text. With config.rollout.length_control=penalty right
-ones that are long are worth less (below).
+The text after the thinking is what follows the last `end_of_thinking` (thinking.py); without a thinking budget, and if
+the prompt did not open the thinking, it is the whole text. config.rollout.length_control=penalty lowers the reward of
+long correct completions:
 
 The length penalty, the paper's alternative to interruptions (equation 9).
 
@@ -14,9 +14,9 @@ The length penalty, the paper's alternative to interruptions (equation 9).
 
     |y|      sampled tokens
     L_max    thinking_budget_max + answer_budget: the longest completion
-    L_cache  length_penalty_tokens: before L_max, over which the penalty grows from 0 to 1
+    L_cache  length_penalty_tokens: the last tokens before L_max, over which R_length falls from 0 to -1
 
-`correct` is as it was: filters, the curriculum and pass rates do not see lengths.
+`correct` is unchanged: filters, the curriculum and pass rates do not see lengths.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def of_tokens(tokens: int, rollout: RolloutConfig) -> float:
 
 
 def penalized(score: Score, *, tokens: int, rollout: RolloutConfig) -> Score:
-    """`score` with the penalty, which stands in its metrics; 0 where it is wrong."""
+    """`score` with the penalty added to its reward and its metrics; the penalty of a wrong completion is 0."""
     penalty = of_tokens(tokens, rollout) if score.correct else 0.0
     return dataclasses.replace(score, reward=score.reward + penalty, metrics={**score.metrics, METRIC: penalty})
 
@@ -56,12 +56,13 @@ NO_ANSWER = Score(-1.0, False, why="nothing follows the thinking")
 
 
 class Scorer:
-    """Of one run; a context manager. `decode` gives the text of a completion's tokens without the stop token.
+    """Scores the completions of one run; a context manager.
 
-    everywhere: every process that scores is ready when this returns, not only one. rows: those that there are, if they
-    are known: what no row has, no score may want. environments: those of the run by
-    part (parts.py); None: as its config makes them. replies, turn_tokens: for environments with episodes, see
-    EpisodePool; None: answers alone are scored. Raises ScorerError, one line, where one cannot be made or prepared.
+    decode: returns the text of a completion's tokens without the stop token. everywhere: wait until every scoring
+    process is ready, not only one. rows: the run's rows, if known; a score function that requires a column that no row
+    has is an error. environments: the run's environments by part (parts.py); None: made from the config. replies,
+    turn_tokens: for environments with episodes, see EpisodePool; replies=None: only answers are scored. Raises
+    ScorerError, one line, if an environment cannot be made or prepared.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Scorer:
             raise
 
     def score(self, row: Row, completion: Completion) -> "Future[Score]":
-        """May block for a moment. The result raises ScorerError where a completion cannot be scored."""
+        """May block briefly. The future raises ScorerError if the completion cannot be scored."""
         tokens = int(completion.sampled().sum())
         if completion.finish_reason != "stop":
             return self._worth(_known(CUT), tokens)
@@ -127,7 +128,7 @@ class Scorer:
         return self.score_answer(row, answer, thinking=thinking, tokens=tokens)
 
     def score_answer(self, row: Row, answer: str | None, *, thinking: str, tokens: int) -> "Future[Score]":
-        """The same of a completion's parts; `answer` is None where it has none."""
+        """As `score`, for a completion that is already split; `answer` is None if nothing follows the thinking."""
         if answer is None:
             return self._worth(_known(NO_ANSWER), tokens)
         answer_text = AnswerText(answer, thinking=thinking, tokens=tokens)
@@ -144,7 +145,7 @@ class Scorer:
         return self._worth(_known(score), tokens)
 
     def _worth(self, score: "Future[Score]", tokens: int) -> "Future[Score]":
-        """With what the run adds to what the environment says."""
+        """Adds the length penalty to the environment's score, if the run has one."""
         if self._rollout.length_control != "penalty":
             return score
         worth: Future[Score] = Future()

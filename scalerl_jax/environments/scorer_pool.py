@@ -1,30 +1,29 @@
-"""Scores from worker processes, each within a limit of time.
+"""Computes scores in worker processes, each within a time limit.
 
-A worker is `python -m scalerl_jax.environments.score_worker`: a small process of its own without jax, spoken to in
-JSON lines over its pipes, which makes the run's environments from the config. It is never a fork of the trainer, whose
-threads a fork would break, and never a thread, as an expression like 9**9**9**9 computes in C and only a kill ends it.
+A worker is `python -m scalerl_jax.environments.score_worker`: a small process without jax that makes the run's
+environments from the config and exchanges JSON lines over its pipes. It is never a fork of the trainer, whose threads a
+fork would break, and never a thread: an expression like 9**9**9**9 is computed in C, and only a kill ends it.
 
-The limit of a score is CPU time of its worker, so that it does not depend on what else the machine does:
+The limit of a score is CPU time of its worker, so that it does not depend on the load of the machine:
 
     seconds                   the worker interrupts itself; the completion is wrong
     seconds + GRACE_SECONDS   the kernel kills a worker that could not; the completion is wrong
-    stuck_seconds, by clock   of a worker that sleeps or is stopped: it is killed as one that died; what a score may
-                              wait for others comes on top
+    stuck_seconds, by clock   for a worker that sleeps or is stopped: it is killed and treated as a worker that died;
+                              the environment's waits_seconds are added to the limit
 
-The question of a worker that died is retried on a new one; if that dies too, the completion is wrong. So is it
-where a reply does not have the question's id, since a second writer would shift all scores by one. Of an environment
-that is deterministic every score that is no failure is remembered, and a completion that is being scored is not scored
-a second time beside that: what is remembered goes by digests of the row, made once, and of the completion. A worker
+The question of a worker that died is retried on a new one; if that dies too, the completion is wrong. A reply without
+the question's id is treated in the same way, since a second writer would shift all scores by one. For a deterministic
+environment every score that is not a failure is cached, and a completion that is already being scored is not scored
+concurrently a second time; the cache key is a digest of the row, computed once per row, and of the question. A worker
 whose memory has grown is replaced before its next question.
 
-What waits for a worker has no bound here: it is what the groups in flight and an evaluation have, which are bounded. A
-row may hold megabytes of tests: it is written out when a worker is free, not while it waits.
+The queue for workers has no bound here: it holds completions of the groups in flight and of an evaluation, which are
+bounded. A row may hold megabytes of tests: it is serialized when a worker is free, not while it waits.
 
-A worker that cannot be started, an environment that cannot be made there, a score that says so, and any other fault
-here, is raised by the futures of the questions as ScorerError. What a score function says of itself when it fails is
-logged, once for each kind of it.
+If a worker cannot be started, an environment cannot be made there, a score raises ScorerError, or anything else fails
+in this module, the futures of the questions raise ScorerError. Failures of score functions are logged, once per kind.
 
-What of a row goes to the processes that score, as JSON, and the digest of that.
+This module also defines the JSON form of a row for the scoring processes, and its digest.
 """
 
 import collections
@@ -57,7 +56,7 @@ _NOT_JSON = (TypeError, ValueError, RecursionError)
 
 
 def row_json(row: Row) -> str:
-    """Fields of a Row, by their names. Raises ScorerError naming the row and the column that JSON has no form for."""
+    """The fields of a Row as a JSON object. Raises ScorerError naming the row and the column that JSON cannot hold."""
     fields: dict[str, Any] = {"text": row.text, "answer": row.answer, "task": row.task, "extra": dict(row.extra)}
     fields |= {"source": row.source, "messages": [dict(message) for message in row.messages]}
     try:
@@ -73,7 +72,7 @@ def row_json(row: Row) -> str:
 
 
 class RowDigests:
-    """20 bytes that stand for what a score may look at in a row. From any thread; each row is written out once."""
+    """20-byte digests of the row fields that a score may read. Thread-safe; each row is serialized once."""
 
     def __init__(self) -> None:
         self._made: weakref.WeakKeyDictionary[Row, bytes] = weakref.WeakKeyDictionary()
@@ -91,29 +90,29 @@ class RowDigests:
 
 
 START_SECONDS = 300.0  # by clock: importing sympy on a busy machine
-STUCK_SECONDS = 120.0  # by clock, and ten times the limit: an answer took that long without using up its CPU time
-CACHE = 65_536  # scores remembered; completions of one group mostly end in one of a few answers
-LONGEST = 100_000  # characters that are looked at, the last ones: answers come at the end
+STUCK_SECONDS = 120.0  # by clock, plus ten times the CPU limit: a longer score is stuck without using CPU time
+CACHE = 65_536  # cached scores; completions of one group mostly end in one of a few answers
+LONGEST = 100_000  # characters that are scored, the last ones: answers come at the end
 START_TRIES = 6
-CLOSING_SECONDS = 0.5  # between two looks at whether the pool closes
-ENDING_SECONDS = 10.0  # for a process to be gone; one that the kernel holds on to is left to it
-FIRST_PAUSE = 0.25  # seconds before a start is tried again, doubled each time
-# A worker scores one answer at a time, and threads of libraries that it loads take of its memory limit.
+CLOSING_SECONDS = 0.5  # interval between checks whether the pool is closing
+ENDING_SECONDS = 10.0  # to wait for a killed process; one that the kernel does not release by then is abandoned
+FIRST_PAUSE = 0.25  # seconds before a start is retried, doubled each time
+# A worker scores one answer at a time, and threads of loaded libraries count towards its memory limit.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-_SAME_ORDER = {"PYTHONHASHSEED": "0"}  # of sets, in every worker: what is made there is the same each time
-_SHORT_OF = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # what the machine may have again soon
+_SAME_ORDER = {"PYTHONHASHSEED": "0"}  # the same order of sets in every worker, for reproducible results
+_SHORT_OF = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # temporary shortages of the machine
 
 Key = bytes
 
 
 class ScorerPool:
-    """Scores of the environments of a run.
+    """Scores completions of the run's environments in worker processes.
 
     Args:
-        config: the run's, from which the workers make them.
-        environments: by part, those that are asked here; at least one.
-        complaints: says what score functions say of themselves.
-        stuck_seconds: by clock, of one completion; None: as said above.
+        config: the run's config, from which the workers make the environments.
+        environments: the environments scored here, by part; at least one.
+        complaints: logs failures of score functions.
+        stuck_seconds: wall-clock limit of one completion; None: STUCK_SECONDS plus ten times the CPU limit.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class ScorerPool:
         self._complaints = complaints or Complaints()
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        # How many completions a worker was asked about, how many of them got no score, how many workers died.
+        # Completions sent to workers, those of them without a score, and workers that died.
         self.scored = self.given_up = self.restarts = 0
         first = json.dumps({"config": config_io.to_json(config), "parent": os.getpid()})
         self._workers = [_Worker(first, self._closing) for _ in range(processes)]
@@ -150,9 +149,9 @@ class ScorerPool:
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="verifier")  # one for each worker
 
     def prepare(self, *, everywhere: bool = False, columns: Mapping[str, Collection[str]] | None = None) -> None:
-        """Makes every environment in a worker, or in all. columns: that the rows of each part have, if that is known.
+        """Makes every environment in one worker, or in all (everywhere). columns: of the rows of each part, if known.
 
-        Raises ScorerError where one cannot be made, or wants a column that no row has.
+        Raises ScorerError if one cannot be made, or requires a column that no row has.
         """
         known = {part: sorted(columns[part]) if columns and part in columns else None for part in self._environments}
         seconds = START_SECONDS + max(self._stuck_seconds.values())
@@ -167,7 +166,7 @@ class ScorerPool:
             self._deterministic.update(reply["deterministic"])
 
     def submit(self, row: Row, completion: Completion) -> "Future[Score]":
-        """What `completion` is worth. The result raises ScorerError where it cannot be scored."""
+        """Scores `completion`. The future raises ScorerError if it cannot be scored."""
         assert not self._closing.is_set() and row.environment in self._environments
         question = self._question(row, completion)
         if row.environment not in self._deterministic:
@@ -189,7 +188,7 @@ class ScorerPool:
             return self._asked[key]
 
     def _question(self, row: Row, completion: Completion) -> dict[str, Any]:
-        """What a score may look at, beside the row."""
+        """The inputs of a score, except the row."""
         reads = self._environments[row.environment].reads_thinking
         return {
             "part": row.environment,
@@ -215,7 +214,7 @@ class ScorerPool:
             worker.end()
 
     def _answer(self, key: Key | None, row: Row, question: Mapping[str, Any]) -> Score:
-        """On a thread, of which there is one for each worker: one is free now. key: None: it is not remembered."""
+        """Runs on one of as many threads as workers, so a worker is free. key=None: the score is not cached."""
         part = row.environment
         try:
             line = f'{json.dumps(question)[:-1]}, "row": {row_json(row)}}}'
@@ -236,7 +235,7 @@ class ScorerPool:
             with self._lock:
                 self.scored += 1
                 self.given_up += not found
-                # A judge that was away for a moment is asked again; what used up its CPU time would do so again.
+                # Failures are not cached, as they may be temporary; except exceeding the CPU time, which would recur.
                 if key is not None and "complaint" not in reply and (found or "out_of_time" in reply):
                     self._scores[key] = score
                 if len(self._scores) > CACHE:
@@ -248,9 +247,9 @@ class ScorerPool:
                     self._asked.pop(key, None)
 
     def _ask(self, line: str, seconds: float, part: str | None = None) -> dict[str, Any] | None:
-        """The reply to `line` of the next worker that is free (_Worker.ask); None: no worker has one.
+        """The reply of the next free worker to `line` (_Worker.ask); None if two workers died.
 
-        Raises ScorerError. Whatever goes wrong is this question's; the next one is tried all the same.
+        Raises ScorerError. An error concerns only this question; the next one is tried regardless.
         """
         worker = self._idle.get()
         try:
@@ -276,14 +275,14 @@ class ScorerPool:
 
 
 def worker_environment() -> dict[str, str]:
-    """Variables of a process that makes environments: it must find this package however the trainer found it."""
+    """Variables of a process that makes environments: it finds this package however the trainer found it."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
     return {**os.environ, **_ONE_THREAD, **_SAME_ORDER, "PYTHONPATH": path}
 
 
 class _WorkerDied(Exception):
-    """The worker ended without an answer, or is stuck."""
+    """The worker ended without a reply, or is stuck."""
 
     def __init__(self, *, ended: bool = True):
         super().__init__()
@@ -291,18 +290,18 @@ class _WorkerDied(Exception):
 
 
 class _Worker:
-    """One worker process, started when first asked and again after it was ended."""
+    """One worker process, started with the first question and restarted after it ended."""
 
     def __init__(self, first: str, closing: threading.Event):
         self._first, self._closing = first, closing  # the first line to it
         self._running: _Running | None = None
-        self._made: set[str] = set()  # parts, by the one that runs
-        self._asked = 0  # questions; each has its number for an id
-        self._lock = threading.Lock()  # no process is started once it closes
+        self._made: set[str] = set()  # parts that the running process has made
+        self._asked = 0  # number of questions; each one's number is its id
+        self._lock = threading.Lock()  # ensures that no process is started after the pool closes
 
     def ask(self, line: str, seconds: float, part: str | None = None) -> dict[str, Any]:
-        """Its reply, within `seconds` by clock. part: the environment that the line needs, which has time of its own
-        to be made. Raises _WorkerDied, or ScorerError when none can start."""
+        """The worker's reply to `line`, within `seconds` by clock. part: the environment that the line needs; making it
+        has a separate time limit. Raises _WorkerDied, or ScorerError if no worker can start."""
         if self._running is None:
             self._made.clear()
             self._start()
@@ -323,14 +322,14 @@ class _Worker:
                 return {"out_of_time": True}
             raise
         except BaseException:
-            self.end()  # what it says next would be taken for the answer to the next question
+            self.end()  # its late reply would be taken for the reply to the next question
             raise
         if "last" in reply:
             self.end()
         return reply
 
     def _reply(self, running: "_Running", line: str, seconds: float) -> dict[str, Any]:
-        """To this question and no other. Raises _WorkerDied where something else was written: whose is what follows?"""
+        """The reply with this question's id. Raises _WorkerDied for any other output, after which ids may not match."""
         self._asked += 1
         response = running.exchange(f'{{"id": {self._asked}, {line[1:]}', seconds)
         try:
@@ -343,7 +342,7 @@ class _Worker:
         return reply
 
     def interrupt(self) -> None:
-        """From another thread, when it closes: the question being asked ends in _WorkerDied."""
+        """Called from another thread when the pool closes: the current question raises _WorkerDied."""
         with self._lock:
             if self._running is not None:
                 self._running.kill()
@@ -354,7 +353,7 @@ class _Worker:
             running.end()
 
     def _start(self) -> None:
-        """Starts the process; where the machine is short of something for a moment, it is tried again."""
+        """Starts the process; retries during a temporary shortage of resources, or if the process was killed."""
         command = [sys.executable, "-m", "scalerl_jax.environments.score_worker"]
         why = ""
         for attempt in range(START_TRIES):
@@ -380,13 +379,13 @@ class _Worker:
                 if self._closing.is_set():
                     raise
                 why = f"it ended with code {code}: {last_line}" if last_line else f"it ended with code {code}"
-                if code is not None and code >= 0:  # not killed: it will do the same again
+                if code is not None and code >= 0:  # not killed: a retry would fail in the same way
                     break
         raise ScorerError(f"the verifier's worker cannot be started ({why}): {' '.join(command)}")
 
 
 class _Running:
-    """A process spoken to in lines: one to it, one from it."""
+    """A worker process that answers each line with one line."""
 
     def __init__(self, command: list[str], environment: dict[str, str], closing: threading.Event):
         self._closing = closing
@@ -398,7 +397,7 @@ class _Running:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is the trainer's, which may still want scores while it saves
+                start_new_session=True,  # only the trainer gets Ctrl-C; it may still need scores while it saves
             )
         except BaseException:
             self._errors.close()
@@ -410,7 +409,7 @@ class _Running:
     def exchange(self, line: str, seconds: float) -> bytes:
         """Writes a line and reads one, within `seconds` by clock.
 
-        Raises _WorkerDied where none comes, and soon after the pool closes: what a worker started may hold the pipe.
+        Raises _WorkerDied if no line arrives, and soon after the pool closes: a worker's child may keep the pipe open.
         """
         end = time.monotonic() + seconds
         out, reply = memoryview(line.encode() + b"\n"), b""
@@ -445,14 +444,14 @@ class _Running:
         return lines[-1] if lines else ""
 
     def kill(self) -> None:
-        """With what it has started, which may hold its end of the pipe."""
+        """Kills the process and its children, which may keep the pipe open."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self, *, by_itself: bool = False) -> int | None:
-        """Its exit code. It is killed, or was seen to end by itself: then it is given a moment to have ended.
+        """Kills the process and returns its exit code, or None if it has not ended in time.
 
-        None: it has not ended.
+        by_itself: the process closed its pipe, so first wait for it to exit by itself.
         """
         for killed in (False, True) if by_itself else (True,):
             if killed:

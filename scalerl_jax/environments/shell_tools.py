@@ -1,4 +1,4 @@
-"""A shell and files: tools whose calls run in a sandbox (sandbox.py) with a folder that is the episode's.
+"""A shell and files: tools whose calls run in a sandbox (sandbox.py), with one folder per episode.
 
     shell = Shell(files=lambda row: {"main.py": row.extra["program"]})
 
@@ -9,16 +9,16 @@
             done = completion.opened(shell).run("python hidden.py", files={"hidden.py": row.extra["tests"]})
             return done.exit_code == 0
 
-Files are kept from call to call, and so are the working directory and exported variables, which each command writes
-down at its end. No process is kept: what a command has started is killed when it ends, so nothing that the policy wrote
-is at work while its files are scored, and no command can break the shell of the next.
+Files persist from call to call, and so do the working directory and exported variables, which each command saves when
+it exits. Processes do not: those that a command started are killed when it ends, so no code of the policy runs while
+its files are scored, and no command can break the shell of the next one.
 
 The folder is memory of the sandbox (a tmpfs in its own mount namespace). The kernel kills the sandbox with the process
-that has started it, however that ends (PR_SET_PDEATHSIG), and the folder is gone with it: nothing is to be swept.
+that started it, however that ends (PR_SET_PDEATHSIG), and the folder vanishes with it: no cleanup is needed.
 
-Limits are those of config.environment.sandbox: `seconds` of a command that names none, `all_seconds` of all calls of an
-episode together (at most half of turn_seconds, so that no policy can make its episode fail), `output_bytes` of the
-files. What a command prints is read to its end; its middle is left out, by environment.tool_characters.
+Limits are those of config.environment.sandbox: `seconds` is the default for one command, `all_seconds` the limit of all
+calls of an episode together (at most half of turn_seconds, so that no policy can make its episode fail), `output_bytes`
+that of the files. A command's output is read to its end; the middle beyond environment.tool_characters is left out.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from scalerl_jax.environments.base import Row
 from scalerl_jax.environments.sandbox_command import COMMAND_FOLDERS, PYTHON_FOLDER
 from scalerl_jax.environments.tools import schema_of
 
-_STATUS_CHARACTERS = 200  # of a result, beside what a command printed
+_STATUS_CHARACTERS = 200  # of a result, besides the command's output
 _PATH = "/usr/bin:/bin"
 
 
@@ -45,7 +45,7 @@ class Shell:
 
     Args:
         files: {path: text} that an episode begins with, or a function of its row that returns them.
-        folders: of this machine, by absolute paths, that commands may read: packages, compilers, data.
+        folders: absolute paths of folders of this machine that commands may read: packages, compilers, data.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Shell:
         self._config = EnvironmentConfig()
 
     def prepare(self, config: EnvironmentConfig) -> None:
-        """Raises ValueError, one line, where there can be no such sandbox on this machine."""
+        """Raises ValueError, one line, if such a sandbox cannot be made on this machine."""
         code.prepare(config)
         for folder in self._folders:
             if not os.path.isabs(folder) or not os.path.isdir(folder):
@@ -77,7 +77,7 @@ class Shell:
         return [schema_of(tool) for tool in (opened.shell, opened.read_file, opened.write_file, opened.edit_file)]
 
     def open(self, row: Row) -> "OpenShell":
-        """Raises ValueError where the files cannot be written, SandboxLost where no sandbox can be started."""
+        """Opens the tools. Raises ValueError if the files cannot be written, SandboxLost if no sandbox can start."""
         files = self._files(row) if callable(self._files) else self._files
         opened = OpenShell(self._config, self._folders)
         done = opened.run("true", files=files, seconds=_longest(self._config))
@@ -88,7 +88,7 @@ class Shell:
 
 
 class OpenShell:
-    """The tools of one episode; their docstrings are for the policy."""
+    """The tools of one episode; their docstrings are shown to the policy."""
 
     def __init__(self, config: EnvironmentConfig, folders: Sequence[str]):
         limits = config.sandbox
@@ -107,13 +107,13 @@ class OpenShell:
     def run(
         self, command: str, *, files: Mapping[str, str] | None = None, seconds: float | None = None
     ) -> sandbox.Outcome:
-        """A command of the environment's own, for a score: in the folder, with variables as at the beginning.
+        """Runs a command of the environment, for a score: in the folder, with the initial variables.
 
         Args:
-            files: {path: text} that are written first.
-            seconds: of both, by clock; at most the larger of the sandbox's seconds and all_seconds.
+            files: {path: text} to write first.
+            seconds: wall-clock limit of each of the two; at most the larger of the sandbox's seconds and all_seconds.
 
-        What it printed and how it ended is as good as the files of the policy that it has run.
+        If the command executes files of the policy, its output and exit code are as untrusted as they are.
         """
         seconds = self._seconds if seconds is None else seconds
         if files:
@@ -181,7 +181,7 @@ class OpenShell:
         return _text(done)
 
     def _spend(self, question: list[Any], seconds: float | None = None) -> sandbox.Outcome:
-        """A call of the policy's."""
+        """Runs a call of the policy, within the episode's remaining time."""
         seconds = self._seconds if seconds is None else seconds
         if not seconds > 0:
             raise ValueError(f"seconds is {seconds}, not above 0")
@@ -204,7 +204,7 @@ class OpenShell:
 
 
 def _longest(config: EnvironmentConfig) -> float:
-    """That a call may take which is not the policy's: a sandbox begins slowly on a machine that is busy."""
+    """Limit of a call that is not the policy's: a sandbox starts slowly on a busy machine."""
     return max(config.sandbox.seconds, config.sandbox.all_seconds)
 
 
@@ -216,7 +216,7 @@ def _text(done: sandbox.Outcome) -> str:
     return done.output.decode(errors="replace")
 
 
-# What runs in the sandbox, as its user. `exported` is the policy's to write, and read for its own commands alone.
+# Runs in the sandbox, as its user. The policy may change EXPORTED, so it is only read for the policy's own commands.
 _INSIDE = f"""
 FOLDER, EXPORTED = "/tmp/work", "/tmp/.exported"
 # On one line, for the line numbers of errors.

@@ -1,21 +1,21 @@
 """The system calls that a program in the sandbox may not make, as a filter that the kernel runs (seccomp, classic BPF).
 
-A deny list: what shares the kernel with the host or opens more of it. New namespaces, mounts, other processes' memory,
-sockets, shared memory and message queues (which no limit of a process counts), kernel keys, modules, tracing, clocks.
-They fail with EPERM; clone3, whose flags a filter cannot see, with ENOSYS, so that the C library takes clone instead.
-A call by another architecture's numbers (32 bits, x32) ends the process.
+A deny list of calls that share the kernel with the host or expose more of it: new namespaces, mounts, other processes'
+memory, sockets, shared memory and message queues (which no process limit counts), keys, modules, tracing, clocks.
+They fail with EPERM; clone3, whose flags a filter cannot see, with ENOSYS, so that the C library uses clone instead.
+A call with another architecture's numbers (32 bits, x32) ends the process.
 
     load architecture; not ours: kill
     load number; x32: kill; clone3: ENOSYS; clone with a namespace flag: EPERM; one of DENIED: EPERM; else: allow
 
-The instructions are put together here: sixty numbers for two architectures need no library.
+The instructions are assembled here: sixty numbers for two architectures need no library.
 """
 
 import errno
 import platform
 import struct
 
-# name: (x86-64, aarch64); None: there is none of that name
+# name: (x86-64, aarch64); None if the architecture lacks the call
 DENIED: dict[str, tuple[int | None, int | None]] = {
     "acct": (163, 89),
     "add_key": (248, 217),
@@ -98,16 +98,16 @@ _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 def filter_program(machine: str = "") -> bytes:
     """The filter for `machine` ("": this one), as `struct sock_filter`s.
 
-    Raises ValueError for a machine whose system calls are not known here.
+    Raises ValueError for an unknown machine.
     """
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
         raise ValueError(f"no system call filter for {machine!r}: the sandbox knows {' and '.join(ARCHITECTURES)}")
     column, architecture = ARCHITECTURES[machine]
     numbers = sorted(number for pair in DENIED.values() if (number := pair[column]) is not None)
-    # What each test leads to, by name; they stand at the end.
+    # Final actions of the tests, by name; they are placed at the end.
     ends = {"allow": _ALLOW, "deny": _ERROR | errno.EPERM, "unknown": _ERROR | errno.ENOSYS, "kill": _KILL}
-    tests: list[tuple[int, int, str, str]] = [  # code, operand, where it holds, where it does not ("": the next)
+    tests: list[tuple[int, int, str, str]] = [  # code, operand, target if true, target if false ("": next instruction)
         (_LOAD, _ARCHITECTURE, "", ""),
         (_EQUAL, architecture, "", "kill"),
         (_LOAD, _NUMBER, "", ""),

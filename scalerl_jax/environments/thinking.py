@@ -1,12 +1,12 @@
-"""Where thinking begins and ends: what a prompt leaves to its completion, and the two parts of a completion.
+"""Where thinking begins and ends: the state at the end of a prompt, and the two parts of a completion.
 
     prompt ends in        completion                 thinking        answer
     none                  <think>a</think>b          a               b
     opened  (<think>)     a</think>b                 a               b
     closed  (</think>)    b                          there is none   b
 
-A prompt opens or closes thinking by what it ends in, space aside: a chat template's generation prompt may do either.
-One that only speaks of the two markers, as system prompts do, does neither.
+A prompt opens or closes thinking if it ends with that marker, ignoring white space: a chat template's generation prompt
+may do either. A prompt that only mentions the markers elsewhere, as system prompts do, does neither.
 """
 
 from typing import Literal
@@ -22,7 +22,7 @@ def opening(end: str) -> str:
 
 
 def thinking_at_end(prompt: str, end: str) -> AtEnd:
-    """What a rendered prompt leaves open. end: config.rollout.end_of_thinking."""
+    """Whether a rendered prompt ends by opening or closing the thinking. end: config.rollout.end_of_thinking."""
     text = prompt.rstrip()
     if not end.strip():
         return "none"
@@ -32,10 +32,10 @@ def thinking_at_end(prompt: str, end: str) -> AtEnd:
 
 
 def split_thinking(text: str, end: str, *, opened: bool = False) -> tuple[str, str | None]:
-    """(thinking, answer) of a completion's text; the answer is None where nothing follows the thinking.
+    """(thinking, answer) of a completion's text; the answer is None if nothing follows the thinking.
 
-    The answer is what follows the last `end`; without one there is none, and all of the text is thinking. end="": the
-    completion does not think, and all of it is the answer. opened: its prompt has opened the thinking.
+    The answer is the text after the last `end`; if `end` does not occur, the whole text is thinking. end="": the
+    completion has no thinking, and all of it is the answer. opened: the prompt opened the thinking.
     """
     if not end:
         return "", text.strip() or None
@@ -47,7 +47,7 @@ def split_thinking(text: str, end: str, *, opened: bool = False) -> tuple[str, s
 
 
 def split_as_run(text: str, end: str, *, prompt: str, budget: int) -> tuple[str, str | None]:
-    """split_thinking as a run does it, of a completion of the rendered `prompt`: it thinks where there is a budget
-    (config.rollout.thinking_budget_max), or its prompt has opened the thinking."""
+    """split_thinking as a run applies it to a completion of the rendered `prompt`: the completion has thinking if there
+    is a budget (config.rollout.thinking_budget_max) or the prompt opened the thinking."""
     opened = thinking_at_end(prompt, end) == "opened"
     return split_thinking(text, end if opened or budget > 0 else "", opened=opened)

@@ -1,8 +1,8 @@
-"""The tokenizer of a Hugging Face folder, read with `tokenizers` alone; and one made from a corpus.
+"""The tokenizer of a Hugging Face folder, read with `tokenizers` alone; and training of one from a corpus.
 
 Token ids are the contract between trainer and generators; text is derived from them for the verifier and for people.
 
-Left out on purpose: slow tokenizers (a folder without tokenizer.json).
+Not supported on purpose: slow tokenizers (a folder without tokenizer.json).
 """
 
 import json
@@ -17,7 +17,7 @@ from scalerl_jax.system.files import read_object
 
 THINK, END_OF_THINKING, END_OF_TEXT = "<think>", "</think>", "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, THINK, END_OF_THINKING)  # ids 0, 1, 2
-_LONGEST_CHARACTER = 32  # tokens; whatever is no character after that many never becomes one
+_LONGEST_CHARACTER = 32  # tokens; bytes that are no character after so many tokens never become one
 
 
 class Tokenizer:
@@ -44,7 +44,7 @@ class Tokenizer:
         self.eos_id = self.stop_ids[0]
 
     def check_vocabulary(self, size: int) -> None:
-        """Raises ValueError naming the file where it has tokens beyond a model's vocabulary of `size`."""
+        """Raises ValueError naming the file if it has tokens beyond a model's vocabulary of `size`."""
         if self.vocabulary > size:
             token = self._tokenizer.id_to_token(self.vocabulary - 1)
             raise ValueError(
@@ -53,11 +53,11 @@ class Tokenizer:
             )
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text` and nothing else."""
+        """The ids of `text`, without special tokens around it."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """As `encode`, of many texts, on all cores."""
+        """As `encode`, for many texts, on all cores."""
         return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -65,9 +65,9 @@ class Tokenizer:
         return self.begun(self.encode(text))
 
     def begun(self, ids: list[int]) -> list[int]:
-        """The ids of a text likewise as a prompt's."""
+        """`ids` with the tokens that the tokenizer puts before a sequence, as in `encode_prompt`."""
         beginning = self._beginning
-        # A rendered chat template already begins with it: then the tokenizer's own would be a second one.
+        # A rendered chat template already begins with them: do not add them twice.
         return ids if ids[: len(beginning)] == beginning else beginning + ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -75,15 +75,15 @@ class Tokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The part of decode(ids) that each token adds; together they are that text exactly.
+        """The part of decode(ids) that each token adds; joined, the parts equal that text.
 
-        "" for a token that ends within a character: the whole character is with the token that completes it, and what
-        is never completed is with the last one. Empty list: this text cannot be told apart token by token (some
-        decoders read bytes that are no text in another way where they stand alone).
+        "" for a token that ends within a character: the whole character belongs to the token that completes it, and
+        bytes that are never completed to the last token. Empty list: this text cannot be split by tokens (some decoders
+        decode bytes that are not text differently when they stand alone).
         """
         whole = self.decode(ids)
         parts: list[str] = []
-        context, done = 0, 0  # tokens before `done` have their part; those from `context` on are decoded along
+        context, done = 0, 0  # tokens before `done` have their part; those from `context` on are decoded with the next
         for end in range(1, len(ids) + 1):
             before, text = self.decode(ids[context:done]), self.decode(ids[context:end])
             unfinished = text.endswith("\ufffd") or not text.startswith(before)
@@ -99,23 +99,23 @@ class Tokenizer:
         return parts
 
     def is_added(self, token: int) -> bool:
-        """Whether it is one of its own, beside those of the model's vocabulary: a control token or a marker."""
+        """Whether `token` is an added token, such as a control token, rather than one of the base vocabulary."""
         return token in self._tokenizer.get_added_tokens_decoder()
 
     def decode_completion(self, ids: Sequence[int]) -> str:
-        """The text of a completion without the stop token it ends with."""
+        """The text of a completion without its final stop token."""
         ids = [int(i) for i in ids]
         return self.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
 
     def _read_beginning(self) -> list[int]:
-        # What some tokenizers put behind a sequence is left out: a prompt goes on.
+        # Tokens that some tokenizers append after a sequence are left out: a prompt is continued.
         bare = self.encode("a")
         ids = self._tokenizer.encode("a", add_special_tokens=True).ids
         before = (ids[:at] for at in range(len(ids)) if bare and ids[at : at + len(bare)] == bare)
         return next(before, [])
 
     def _read_stop_ids(self) -> tuple[int, ...]:
-        # Where Hugging Face's own generate looks, in its order: generation_config.json, config.json, the tokenizer.
+        # The same sources and order as Hugging Face's generate: generation_config.json, config.json, the tokenizer.
         for name in ("generation_config.json", "config.json"):
             file = os.path.join(self.path, name)
             eos_token_id = _read_json(file).get("eos_token_id")
@@ -139,9 +139,9 @@ class Tokenizer:
 def make_tokenizer(*, corpus: Iterable[str], path: str, vocabulary: int) -> Tokenizer:
     """Trains a byte-level BPE on `corpus`, writes it to the folder `path` in Hugging Face format, and returns it.
 
-    Every digit is a token of its own (numbers line up, arithmetic is per digit), and so is each of SPECIAL_TOKENS.
-    The vocabulary is at most `vocabulary`: fewer where the corpus offers no more merges.
-    Raises ValueError where `vocabulary` has no room for the bytes and the special tokens.
+    Every digit is a separate token (numbers line up, arithmetic is per digit), and so is each of SPECIAL_TOKENS.
+    The vocabulary has at most `vocabulary` tokens: fewer if the corpus offers no more merges.
+    Raises ValueError if `vocabulary` is too small for the bytes and the special tokens.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocabulary < len(alphabet) + len(SPECIAL_TOKENS):

@@ -1,15 +1,15 @@
-"""Calls of tools in what a turn says, in the form that the model's own chat template writes them.
+"""Parses tool calls in the text of a turn, in the format in which the model's own chat template writes them.
 
     hermes     <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>                        Qwen2, Qwen3, Hermes
     xml        <tool_call><function=add><parameter=a>1</parameter></function></tool_call>           Qwen3-Coder
-    json       {"name": "add", "parameters": {"a": 1}}, behind <|python_tag|> or not                Llama 3, Llama 4
+    json       {"name": "add", "parameters": {"a": 1}}, with or without <|python_tag|> before it    Llama 3, Llama 4
     pythonic   [add(a=1), add(a=2)] and nothing else                                                Llama 3.2, Llama 4
 
-A folder's name tells nothing of a fine-tune, and its model_type little: the template is given a call to write, and the
-form is the one that reads the same call from it. Text that the policy wrote is never evaluated, only parsed.
+A fine-tune's folder name does not identify the format, and its model_type hardly does: so the template renders a sample
+call, and the format is the one whose parser reads that call back. The policy's text is never evaluated, only parsed.
 
-`renderers` has parsers for 28 families of models, by their names. Of the families that this project trains they read
-Hermes' form and the bare JSON of Llama 3.2, for which it would bring thirteen packages.
+`renderers` has parsers for 28 model families, by name. Of the families that this project trains they read the Hermes
+format and the bare JSON of Llama 3.2, at the cost of thirteen packages.
 """
 
 import ast
@@ -24,7 +24,7 @@ from scalerl_jax.environments.chat_template import ChatTemplate
 
 HERMES = "hermes"
 Schemas = Sequence[Mapping[str, Any]]
-Found = tuple[ToolCall, tuple[int, int]]  # where it stands in the text
+Found = tuple[ToolCall, tuple[int, int]]  # a call and its span in the text
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
@@ -32,20 +32,20 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<pa
 _OBJECT = re.compile(r'\{\s*"(?:name|type)"\s*:')
 _LIST = re.compile(r"\[\s*[^\W\d][\w.]*\(")
 _PYTHON = re.compile(r"<\|python_(?:tag|start|end)\|>")
-_MARKS = re.compile(rf"<tool_call>\s*</tool_call>|{_PYTHON.pattern}")  # which a call leaves behind
+_MARKS = re.compile(rf"<tool_call>\s*</tool_call>|{_PYTHON.pattern}")  # remain after a call is removed
 _DECODER = json.JSONDecoder()
-# What deep nesting raises is among them.
+# Includes the exceptions raised by deep nesting.
 _UNREADABLE = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 _PROBE = ToolCall("probe", {"value": 7})
 
 
 def read_calls(text: str, form: str, *, tools: Schemas = ()) -> tuple[ToolCall, ...]:
-    """The calls of a turn, in their order. tools: the JSON schemas, for forms that write every value as text."""
+    """The calls of a turn, in order. tools: the JSON schemas, for formats that write every value as text."""
     return tuple(call for call, _ in _FORMS[form](text, tools))
 
 
 def split_calls(text: str, form: str, *, tools: Schemas = ()) -> tuple[str, tuple[ToolCall, ...]]:
-    """The text without its calls, and those; what is no call, or none that JSON can say, stays in the text."""
+    """(the text without its calls, the calls). Invalid calls, and those that JSON cannot express, stay in the text."""
     found = []
     for call, span in _FORMS[form](text, tools):
         with contextlib.suppress(*_UNREADABLE):
@@ -58,18 +58,18 @@ def split_calls(text: str, form: str, *, tools: Schemas = ()) -> tuple[str, tupl
 
 
 def check_json(value: object) -> None:
-    """Raises ValueError, TypeError or RecursionError where JSON in UTF-8 cannot say what Python has read: numbers and
-    halves of characters beyond it, a set."""
+    """Raises ValueError, TypeError or RecursionError if JSON in UTF-8 cannot express a parsed value: NaN, infinities,
+    half of a surrogate pair, a set."""
     json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
 
 
 def makes_calls(text: str) -> int:
-    """How many calls a text makes, in whichever form has the most."""
+    """The number of calls in a text, in the format that finds the most."""
     return max(len(read_calls(text, form)) for form in _FORMS)
 
 
 def form_of(template: ChatTemplate) -> str | None:
-    """The form in which a chat template writes calls; None where it writes none, or in another form."""
+    """The format in which a chat template writes calls; None if it writes none, or in an unknown format."""
     parameters = {"type": "object", "properties": {"value": {"type": "integer", "description": "?"}}}
     schema = {"name": _PROBE.name, "description": "?", "parameters": parameters}
     function = {"name": _PROBE.name, "arguments": dict(_PROBE.arguments)}
@@ -141,7 +141,7 @@ def _pythonic(text: str, tools: Schemas) -> Iterator[Found]:
 
 
 def _called(call: ast.expr) -> ToolCall:
-    """Raises ValueError where it is no call with values by name."""
+    """A call from its syntax tree. Raises ValueError if it is not a call with only keyword arguments."""
     if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError("a call is name(argument=value, ...)")
     arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}

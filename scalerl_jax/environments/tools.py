@@ -1,15 +1,15 @@
-"""Tools that a chat model may call in its turns, until a turn without a call is its answer.
+"""Tools that a chat model may call in its turns; the first turn without a call is its answer.
 
-A tool is a function, or one of a toolset: what shares something for an episode, such as a folder or a server.
+A tool is a function, or part of a toolset: tools that share a resource for an episode, such as a folder or a server.
 
-    the prompt    the chat template renders the tools' JSON schemas, made from signature and docstring (Google's style)
-    a call        <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>, or in another form in which the
+    the prompt    the chat template renders the tools' JSON schemas, made from signature and docstring (Google style)
+    a call        <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>, or another format in which the
                   model's chat template writes calls (tool_calls.py)
-    the result    a message of the role "tool" for each call, in their order: what the function returned as text, cut at
-                  environment.tool_characters; of a call that cannot be made, or whose function raises, the error
+    the result    a message of the role "tool" for each call, in order: the function's result as text, cut at
+                  environment.tool_characters; or the error, if the call is invalid or the function raises
 
-An error is the policy's to read, and ends nothing. Metrics of an episode: tool_calls, tool_errors, and of each tool
-tool_errors/NAME.
+The policy receives errors as results; they do not end the episode. Metrics of an episode: tool_calls, tool_errors, and
+tool_errors/NAME for each tool.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class OpenTools(Protocol):
     """A toolset of one episode, in the episode's process."""
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """The result, or a coroutine of it: a text, or what JSON can say. What it raises is the policy's to read."""
+        """The result, or a coroutine of it: a text or a JSON value. The policy receives any exception as an error."""
 
     def close(self) -> None:
         """Called when the episode has ended."""
@@ -38,31 +38,31 @@ class OpenTools(Protocol):
 
 @runtime_checkable
 class Toolset(Protocol):
-    """Tools that share something for an episode.
+    """Tools that share a resource for an episode.
 
-    Where one has prepare(config: EnvironmentConfig), that is called before schemas(), likewise.
+    If it has prepare(config: EnvironmentConfig), that is called once per process too, before schemas().
     """
 
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """{"type": "function", "function": {"name", "description", "parameters"}} of each.
 
-        Asked once in a process. Raises ValueError, one line, where they cannot be had.
+        Called once per process. Raises ValueError, one line, if they are not available.
         """
 
     def open(self, row: Row) -> OpenTools:
-        """Before an episode's first call of any of them, or when its score asks. What it raises fails the episode."""
+        """Called before an episode's first call of a tool, or by its score. An exception fails the episode."""
 
 
 class Tools:
     """The tools of an environment: functions and toolsets."""
 
     def __init__(self, tools: Sequence[Callable | Toolset], config: EnvironmentConfig | None = None):
-        """config: what toolsets are prepared with; None: they are not."""
+        """config: passed to prepare() of toolsets; None: prepare() is not called."""
         self._tools, self._config = tools, config
 
     @functools.cached_property
     def owners(self) -> Mapping[str, Callable | Toolset]:
-        """Of each tool, by its name. Raises ValueError naming a tool that has another's."""
+        """The function or toolset of each tool, by the tool's name. Raises ValueError for a duplicate name."""
         found: dict[str, Callable | Toolset] = {}
         for number, owner in enumerate(self._tools):
             names = [getattr(owner, "__name__", repr(owner))]
@@ -76,7 +76,7 @@ class Tools:
 
     @functools.cached_property
     def _of_toolsets(self) -> Mapping[int, Sequence[Mapping[str, Any]]]:
-        """The schemas of each toolset, by its place."""
+        """The schemas of each toolset, by its index."""
         found = {}
         for number, owner in enumerate(self._tools):
             if isinstance(owner, Toolset):
@@ -86,7 +86,7 @@ class Tools:
         return found
 
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """What the chat template is given of each; not asked where episodes are played, since it imports much.
+        """The JSON schema of each tool, for the chat template. Not used in episode processes: it imports a lot.
 
         Raises ValueError as `owners`, or naming a tool that has no schema.
         """
@@ -98,8 +98,8 @@ class Tools:
 
 
 def schema_of(tool: Callable) -> Mapping[str, Any]:
-    """From its signature and docstring. Raises ValueError naming it."""
-    # Here and not above: a run without tools does not need it.
+    """The JSON schema of a function, from its signature and docstring. Raises ValueError naming the tool."""
+    # Imported here: a run without tools does not need it.
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
@@ -110,7 +110,7 @@ def schema_of(tool: Callable) -> Mapping[str, Any]:
 
 
 class ToolEpisode:
-    """An episode of a row whose turns may call tools; score: of the turn without a call."""
+    """An episode of a row whose turns may call tools; score: scores the turn without a call."""
 
     def __init__(self, row: Row, tools: Tools, *, score: Callable[[Row, Completion], Score], characters: int):
         self._row, self._score, self._characters = row, score, characters
@@ -118,7 +118,7 @@ class ToolEpisode:
         self._open: dict[int, OpenTools] = {}  # by the toolset's id
         self._calls = 0
         self._errors = dict.fromkeys(self._owners, 0)
-        self._unknown = 0  # calls that no tool is to blame for
+        self._unknown = 0  # errors that belong to no tool: invalid calls, unknown tools
 
     def step(self, turn: Completion) -> Step:
         results = [*self._results(turn)]
@@ -157,7 +157,7 @@ class ToolEpisode:
             yield result if len(result) <= self._characters else f"{result[: self._characters]}... (cut)"
 
     def _named(self, call: ToolCall) -> str:
-        """Raises ValueError where it is no call of a tool that there is."""
+        """The name of the called tool. Raises ValueError if the call is invalid or there is no such tool."""
         if call.error:
             raise ValueError(call.error)
         if call.name not in self._owners:

@@ -1,7 +1,7 @@
-"""What a user names as FILE.py:NAME: the file is imported once, as a script's own folder would have it.
+"""Loads an object that a user names as FILE.py:NAME; each file is imported once.
 
-The folder of the file is the last place where its imports are looked for, so a file beside it can be imported and
-shadows no other module. A relative path is relative to where the command was started.
+The file's folder is appended to sys.path: modules in it can be imported, and shadow no other module. A relative path
+is relative to the folder where the command was started.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ def named(text: str) -> bool:
 
 
 def check(field: str, text: str) -> None:
-    """Raises ValueError where `text`, the value of the config field, names no file that is there. Imports nothing."""
+    """Raises ValueError if `text`, the value of the config field, names no existing file. Imports nothing."""
     if not named(text):
         raise ValueError(f"{field}={text}: is not of the form FILE.py:NAME")
     file = text.rpartition(":")[0]
@@ -31,7 +31,7 @@ def check(field: str, text: str) -> None:
 
 
 def load(field: str, text: str) -> Any:
-    """What FILE.py:NAME names. Raises ValueError naming the config field, in one line, where it cannot be had."""
+    """The object FILE.py:NAME. Raises ValueError, one line naming the config field, if it cannot be loaded."""
     check(field, text)
     file, _, name = text.rpartition(":")
     path = os.path.realpath(file)
@@ -40,7 +40,7 @@ def load(field: str, text: str) -> Any:
         spec = importlib.util.spec_from_file_location(module, path)
         assert spec is not None and spec.loader is not None
         made = importlib.util.module_from_spec(spec)
-        sys.modules[module] = made  # dataclasses and pickle look for it there
+        sys.modules[module] = made  # dataclasses and pickle require it
         if os.path.dirname(path) not in sys.path:
             sys.path.append(os.path.dirname(path))
         try:
@@ -58,7 +58,7 @@ def load(field: str, text: str) -> Any:
 
 
 def error_line(error: BaseException, *, file: str = "") -> str:
-    """An exception in one line: its kind, what it says, and the last line of `file` (else: of any) that it came by."""
+    """An exception in one line: its type, its message, and the innermost line of `file` (else: of any file)."""
     message = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
     if len(message) > LONGEST_ERROR:  # it may hold whatever the user's code was given
         message = f"{message[:LONGEST_ERROR]}... ({len(message)} characters)"
@@ -70,7 +70,7 @@ def error_line(error: BaseException, *, file: str = "") -> str:
 
 
 def file_of(function: Any) -> str:
-    """The file that a function or class is from; "" where it has none."""
+    """The file that defines a function or class; "" if it has none."""
     try:
         return inspect.getsourcefile(inspect.unwrap(function)) or ""
     except TypeError:

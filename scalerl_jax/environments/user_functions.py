@@ -1,12 +1,12 @@
-"""A function of the user's that scores, called within a limit of time: what it gives becomes a Score, or is told.
+"""Calls a user's score function within a time limit and converts its result to a Score.
 
-    bool             1 or -1, and that is its word on whether the completion is correct
-    number           the reward; correct from config.environment.correct_at on
-    Score            as it is
-    dict             the fields of a Score: {"reward", "correct", "metrics", "answer", "why"}; reward is enough
+    bool             reward 1 or -1; also the value of `correct`
+    number           the reward; correct if at least config.environment.correct_at
+    Score            returned unchanged
+    dict             fields of a Score: {"reward", "correct", "metrics", "answer", "why"}; only reward is required
 
-Anything else, a number that is not finite and an exception make the completion wrong: ScoreFailed names the function
-and the line of it. A coroutine is awaited, on one event loop in each process.
+Anything else, a number that is not finite, or an exception makes the completion wrong: ScoreFailed names the function
+and its line. A coroutine is awaited, on one event loop per process.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from scalerl_jax.environments import user_code
 from scalerl_jax.environments.base import Score, ScoreFailed, ScorerError
 
 CLOSING_SECONDS = 1.0  # by clock, for what an interrupted coroutine still does
-AGAIN_SECONDS = 0.1  # between two interruptions, should a bare `except:` swallow one
+AGAIN_SECONDS = 0.1  # between two interruptions, in case a bare `except:` swallows one
 SIGNAL = signal.SIGUSR2  # SIGALRM is the function's own: most published rewards with a limit of time use it
 _FIELDS = tuple(field.name for field in dataclasses.fields(Score) if field.name not in ("failed", "excluded", "turns"))
 
@@ -35,7 +35,7 @@ class TookTooLong(BaseException):
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raises TookTooLong after so long by clock; off the main thread, where no signal comes, there is no limit."""
+    """Raises TookTooLong after `seconds` of wall-clock time. No limit outside the main thread: it gets no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -60,16 +60,18 @@ def within(seconds: float) -> Iterator[None]:
         armed = False
         over.set()
         watching.join()
-        signal.setitimer(signal.ITIMER_REAL, 0)  # one that it has left behind would end this process
+        signal.setitimer(signal.ITIMER_REAL, 0)  # a timer left running by the function would end this process
         signal.signal(SIGNAL, before)
         signal.signal(signal.SIGALRM, alarm)
 
 
 class UserFunction:
-    """One of them.
+    """A user's score function.
 
-    setting: how the user named it, "config.environment.reward=my_rewards.py:reward". name: of it in metrics. limit: the
-    config field that `seconds` is from.
+    Args:
+        setting: the config setting that names it, "config.environment.reward=my_rewards.py:reward".
+        name: its name in metrics.
+        seconds: wall-clock limit of a call (config.environment.reward_seconds).
     """
 
     def __init__(self, function: Callable, *, setting: str, name: str, seconds: float, correct_at: float):
@@ -79,7 +81,7 @@ class UserFunction:
         self._runner: asyncio.Runner | None = None
 
     def score(self, *arguments: Any, **keywords: Any) -> Score:
-        """What it says of them. Raises ScoreFailed, or ScorerError where it says that nothing can be scored."""
+        """Calls the function. Raises ScoreFailed, and passes on a ScorerError that the function raises."""
         try:
             with within(self._seconds):
                 value = self._function(*arguments, **keywords)
@@ -118,7 +120,7 @@ class UserFunction:
         return self._runner.run(wait())
 
     def _give_up_loop(self) -> None:
-        """What was interrupted may be anywhere in it: the next coroutine gets another."""
+        """Drops the event loop, whose state after an interruption is unknown: the next coroutine gets a new one."""
         runner, self._runner = self._runner, None
         if runner is not None:
             with contextlib.suppress(TookTooLong), within(CLOSING_SECONDS):
@@ -126,7 +128,7 @@ class UserFunction:
 
 
 def to_score(value: Any, *, correct_at: float) -> Score:
-    """Raises TypeError or ValueError, one line, for what is no score."""
+    """Converts a function's result. Raises TypeError or ValueError, one line, if it is not a score."""
     if isinstance(value, Score):
         return _checked(value)
     if isinstance(value, Mapping):
@@ -159,7 +161,7 @@ def to_score(value: Any, *, correct_at: float) -> Score:
 
 
 def _checked(score: Score) -> Score:
-    """With a number as its answer written out."""
+    """Checks the types of the fields and converts a numeric answer to text. Raises TypeError."""
     answer, metrics = score.answer, score.metrics
     if isinstance(answer, numbers.Real):
         score = dataclasses.replace(score, answer=str(answer))

@@ -1,1 +1,1 @@
-"""Rows from what a user has: files, folders and data sets of the hub, in their own layouts or with named columns."""
+"""Reads rows from the user's files, folders and data sets of the hub, in known layouts or with named columns."""

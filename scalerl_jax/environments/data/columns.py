@@ -1,6 +1,6 @@
-"""Rows without a layout: which column is the prompt, the answer and the task is said in the config.
+"""Rows without a layout: the config names the columns of the prompt, the answer and the task.
 
-A prompt is a text or a list of messages. All columns are kept beside the row, for a reward function of the user's.
+A prompt is a text or a list of messages. All columns are kept in Row.extra, for a user's reward function.
 """
 
 import ast
@@ -19,7 +19,7 @@ MISSING = object()
 def find(columns: Mapping[str, Any], name: str) -> Any:
     """The value under a dotted name ("a.b" is b inside a, "a.0" the first of the list a), or MISSING.
 
-    A text on the way is read as what it writes out: JSON, or Python's own notation.
+    A text on the path is parsed as JSON or as a Python literal.
     """
     if name in columns:
         return columns[name]
@@ -36,7 +36,7 @@ def find(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def written_out(text: str) -> Any:
-    """The list or object that a text writes out; else the text."""
+    """The list or object that a text encodes as JSON or as a Python literal; else the text."""
     if text.lstrip()[:1] not in ("{", "["):
         return text
     for read in (json.loads, ast.literal_eval):
@@ -50,9 +50,9 @@ def written_out(text: str) -> Any:
 
 
 def make_row(columns: Mapping[str, Any], names: ColumnsConfig, *, needs: Iterable[str] = ("answer",)) -> Row:
-    """The row that the config's columns make.
+    """The row made from the config's columns.
 
-    needs: fields of ColumnsConfig, beside the prompt, that a row must have. Raises Malformed.
+    needs: fields of ColumnsConfig that a row must have besides the prompt. Raises Malformed.
     """
     for field in ("prompt", *needs):
         name = getattr(names, field)
@@ -84,13 +84,13 @@ def make_row(columns: Mapping[str, Any], names: ColumnsConfig, *, needs: Iterabl
 
 
 def keys(columns: Mapping[str, Any]) -> str:
-    """Those found, for messages."""
+    """The names of the columns, for messages."""
     found = list(columns)
     return f"keys: {', '.join(found[:12])}{', ...' if len(found) > 12 else ''}" if found else "it has no keys"
 
 
 def read_text(value: Any, name: str) -> str:
-    """A text with something in it, that can be written as UTF-8."""
+    """Checks that `value` is a non-empty text that can be encoded as UTF-8. Raises Malformed."""
     if not isinstance(value, str) or not value.strip():
         raise Malformed(f"{name!r} is not a text, or is empty")
     try:
@@ -101,7 +101,7 @@ def read_text(value: Any, name: str) -> str:
 
 
 def read_answer(value: Any, name: str) -> str:
-    """A text or a number. A list in a text has its brackets from JSON: no completion would say them."""
+    """A text or a number, as text. Raises Malformed for an object or a list, or a text of one ("[1, 2]" is valid)."""
     inside = written_out(value) if isinstance(value, str) else value
     if isinstance(inside, Mapping):
         raise Malformed(f"{name!r} is an object ({keys(inside)}); {name}.KEY is what is in it")
@@ -111,20 +111,20 @@ def read_answer(value: Any, name: str) -> str:
 
 
 def loose_answer(value: Any) -> str:
-    """An optional answer: "" where there is none."""
+    """An optional answer: "" if there is none."""
     value = number_text(value)
     return value if isinstance(value, str) else ""
 
 
 def number_text(value: Any) -> Any:
-    """A finite number as text; other values as they are."""
+    """A finite number as text; other values unchanged."""
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     return value
 
 
 def read_messages(value: list[Any], name: str) -> tuple[Mapping[str, str], ...]:
-    """({"role", "content"}, ...); a content of parts is the texts of its parts."""
+    """({"role", "content"}, ...); a content that is a list of parts becomes their joined texts. Raises Malformed."""
     messages = []
     for number, message in enumerate(value, 1):
         where = f"message {number} of {name!r}"

@@ -1,16 +1,16 @@
-"""Training prompts that evaluation sets have too: the same text, or WORDS words in a row that are the same.
+"""Finds training prompts that overlap with evaluation sets: equal texts, or WORDS consecutive words in common.
 
-Words are what is between spaces and signs, in small letters: \\frac{1}{2} is frac 1 2. In scripts that are written
-without spaces each character stands alone, and counts as the part of a word that it tells about as much as:
+Words are separated by spaces and punctuation, in lower case: \\frac{1}{2} is frac 1 2. In scripts without spaces each
+character is a separate word, and counts as a fraction of a word with about the same information:
 
     Chinese characters                     1/2    26 in a row are as rare as 13 words
     hiragana and katakana                  1/3    39; so about 30 characters of Japanese
     Thai, Lao, Burmese, Khmer              1/5    65, vowel signs and tone marks counted
 
-(an English word in its text is about 8 bits, by a bit and a half for a letter; a Chinese character is 4 to 5 of them, a
-Thai letter, like one of English, 1 to 2). A row of words that many prompts of a set share is what they are all asked
-with ("Solve the following problem ..."), and tells nothing. The same text has the same signs too, and other white space
-alone (held_out.py): 2-3 is not 2+3. A prompt of fewer words is found by it alone.
+(an English word in context has about 8 bits, at 1.5 bits per letter; a Chinese character has 4 to 5 bits, a Thai
+letter, like an English one, 1 to 2). Word sequences that many prompts of a set share are a common instruction ("Solve
+the following problem ...") and are ignored. Equal texts may differ only in white space (held_out.py), not in
+punctuation: 2-3 is not 2+3. Prompts of fewer than WORDS words are only found by equality.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ from scalerl_jax.environments.data import held_out, layouts, sources
 from scalerl_jax.environments.data.malformed import MalformedRows
 
 WORDS = 13
-_COMMON_SHARE, _COMMON = 0.1, 3  # of a set's prompts, and how many at least: more than that share a row of words
+_COMMON_SHARE, _COMMON = 0.1, 3  # a sequence in more than this share of a set's prompts, and more than 3, is ignored
 _WORD = re.compile(r"\w+")
-_WORD_PARTS = 30  # that a word is counted as
-# Scripts without spaces: the characters, and the parts of a word that each of them counts as.
+_WORD_PARTS = 30  # parts of a whole word
+# Scripts without spaces: the characters, and the number of parts that each of them counts.
 _SPACELESS = (
     ("\u3005\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff", 15),  # Chinese characters
     ("\u3041-\u30ff\u31f0-\u31ff", 10),  # hiragana, katakana
@@ -41,7 +41,7 @@ Gram = tuple[str, ...]
 
 @dataclasses.dataclass
 class Found:
-    """Training prompts that a set has too."""
+    """Counts of training prompts that overlap with one set, and the first row."""
 
     same: int = 0
     overlapping: int = 0
@@ -53,8 +53,8 @@ class Evaluations:
 
     def __init__(self, sets: Mapping[str, Iterable[str]]):
         self.found = {name: Found() for name in sets}
-        self._whole: dict[bytes, set[str]] = {}  # by the key of a prompt, the sets that have it
-        self._grams: dict[Gram, list[str]] = {}  # sets that have a prompt with these words in it
+        self._whole: dict[bytes, set[str]] = {}  # key of a prompt -> the sets that contain it
+        self._grams: dict[Gram, list[str]] = {}  # word sequence -> the sets with a prompt that contains it
         for name, texts in sets.items():
             prompts = set[Gram]()
             for text in texts:
@@ -67,7 +67,7 @@ class Evaluations:
                     self._grams.setdefault(gram, []).append(name)
 
     def has(self, text: str, row: str) -> bool:
-        """Whether a set has the prompt of the row of that name; it is counted for each that has."""
+        """Whether any set overlaps with the prompt `text` of the row named `row`; counts it for each such set."""
         same = self._whole.get(held_out.key(text), set())
         overlapping = {name for gram in grams(words(text)) for name in self._grams.get(gram, ())} - same
         for name in same | overlapping:
@@ -78,7 +78,7 @@ class Evaluations:
         return bool(same or overlapping)
 
     def notes(self) -> list[str]:
-        """A line for each set."""
+        """One message per set."""
         return [
             f"training prompts left out since they are in {name}: {found.same + found.overlapping:,} "
             f"({found.same:,} the same, {found.overlapping:,} by {WORDS} words in a row)"
@@ -88,7 +88,7 @@ class Evaluations:
 
 
 def words(text: str) -> Gram:
-    """The words of a text in its order; of the scripts without spaces the characters."""
+    """The words of a text in order; for scripts without spaces the characters."""
     text = unicodedata.normalize("NFKC", text).lower()
     plain = text.isascii() or not any(map(_is_special, set(text)))
     return tuple((_WORD if plain else _any_word()).findall(text))
@@ -96,9 +96,9 @@ def words(text: str) -> Gram:
 
 @functools.cache
 def _any_word() -> re.Pattern[str]:
-    """A character of a script without spaces, or a word of the others with its marks (vowel signs, accents).
+    """Matches a character of a script without spaces, or a word of another one with its marks (vowel signs, accents).
 
-    It takes ten times as long as _WORD.
+    It is ten times slower than _WORD.
     """
     marks = re.escape("".join(mark for mark in map(chr, range(0x300, 0x12000)) if unicodedata.category(mark)[0] == "M"))
     alone = "".join(characters for characters, _ in _SPACELESS)
@@ -107,7 +107,7 @@ def _any_word() -> re.Pattern[str]:
 
 @functools.cache
 def _is_special(character: str) -> bool:
-    """Whether _WORD does not do for it."""
+    """Whether the character requires _any_word instead of _WORD."""
     return unicodedata.category(character)[0] == "M" or _parts(character) != _WORD_PARTS
 
 
@@ -120,7 +120,7 @@ def _parts(word: str) -> int:
 
 
 def grams(prompt: Gram) -> Iterator[Gram]:
-    """Every WORDS words in a row: from each word on as few as come to so many."""
+    """Every sequence of WORDS words: from each word on the shortest one whose parts add up to WORDS whole words."""
     end, sum_of_parts = 0, 0
     for start, word in enumerate(prompt):
         while sum_of_parts < WORDS * _WORD_PARTS:

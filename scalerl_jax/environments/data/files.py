@@ -1,15 +1,15 @@
-"""Files of rows, read as streams: one object at a time, under the name that messages call it.
+"""Reads files of rows as streams: one row at a time, with the name that messages use for it.
 
-    .jsonl .ndjson    an object a line; blank lines are skipped
-    .json             a list of objects, or as .jsonl; of a list of lists the columns are 0, 1, ...
+    .jsonl .ndjson    one object per line; blank lines are skipped
+    .json             a list of objects, or as .jsonl; the columns of a list of lists are 0, 1, ...
     .csv .tsv         a header, then cells, all of them texts
-    .parquet          pyarrow's
-    ... .gz           any but Parquet
+    .parquet          read with pyarrow
+    ... .gz           any of these except Parquet
 
-Text is UTF-8, with or without a byte order mark. A row that is none is malformed, and the reader goes on behind it; a
-file that cannot be read to its end is an error.
+Text is UTF-8, with or without a byte order mark. A malformed row is counted and the reader continues after it; a file
+that cannot be read to its end is an error.
 
-Cells as values of JSON: what a file or a table may hold beside texts and numbers.
+Also converts other kinds of cells to JSON values (json_value).
 """
 
 import base64
@@ -32,7 +32,7 @@ from scalerl_jax.environments.data.malformed import MalformedRows
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _MARK = b"\xef\xbb\xbf"
-_PARQUET_ROWS = 256  # that are held as Python objects at once: cells of code problems have megabytes
+_PARQUET_ROWS = 256  # rows held as Python objects at a time: cells of code problems have megabytes
 _LONGEST_CELL = 2**31 - 1  # characters; the csv module's own limit is 128 KiB
 _SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)(?=[-_.]|$)")
 
@@ -40,7 +40,7 @@ NamedColumns = tuple[str, dict[str, Any]]  # ("FILE row N", the row's columns)
 
 
 def kind_of(path: str) -> str:
-    """One of SUFFIXES; "": no file of rows."""
+    """The file's suffix, one of SUFFIXES; "" if it is not a file of rows."""
     name = path.lower()
     packed = name.endswith(".gz")
     suffix = os.path.splitext(name.removesuffix(".gz"))[1]
@@ -48,7 +48,7 @@ def kind_of(path: str) -> str:
 
 
 def files_of(where: str, field: str) -> list[str]:
-    """The files that a path, a folder or a pattern means, in order of name. Raises ValueError naming `field`."""
+    """The files of a path, a folder or a pattern, sorted by name. Raises ValueError naming `field`."""
     given = f"{field}={where}"
     if os.path.isdir(where):
         there = sorted(os.listdir(where))
@@ -80,7 +80,7 @@ def files_of(where: str, field: str) -> list[str]:
 
 
 def _meant(where: str) -> str:
-    """What a path that is not there may have been to say."""
+    """A hint on a path that does not exist: files with similar names, or a data set of the hub."""
     folder, name = os.path.split(where)
     near = difflib.get_close_matches(name, os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
     hint = f"; did you mean {' or '.join(os.path.join(folder, one) for one in near)}?" if near else ""
@@ -95,7 +95,7 @@ def _known(path: str, given: str) -> None:
 
 
 def read_file(path: str, malformed: MalformedRows) -> Iterator[NamedColumns]:
-    """Every row of a file. Raises ValueError naming the file where it is not of the kind that its name says."""
+    """Every row of a file. Raises ValueError naming the file if its content does not match its suffix."""
     kind = kind_of(path)
     if kind == ".parquet":
         yield from _parquet(path, malformed)
@@ -129,7 +129,7 @@ _DECODER = json.JSONDecoder(parse_constant=lambda _: None, parse_float=_finite)
 
 
 def _loads(text: bytes) -> Any:
-    """NaN and infinities are None. Raises ValueError or RecursionError."""
+    """Parses JSON, with NaN and infinities as None. Raises ValueError or RecursionError."""
     return _DECODER.decode(text.decode("utf-8"))
 
 
@@ -195,10 +195,10 @@ def _cells(file: IO[bytes], path: str, separator: str, malformed: MalformedRows)
 
 
 def read_batch(batch: Any, name: Callable[[int], str], malformed: MalformedRows) -> Iterator[NamedColumns]:
-    """Every row of an Arrow batch or table, the n-th under name(n).
+    """Every row of an Arrow batch or table, the n-th with the name name(n).
 
-    A cell may have no Python object: a text that is not UTF-8, a time behind the year 9999. Its row is malformed. A
-    number of less than 64 bits is the shortest that it may have been written as: 0.1, not 0.10000000149011612.
+    A row is malformed if a cell has no Python equivalent: a text that is not UTF-8, a time after the year 9999. Floats
+    of less than 64 bits become the shortest decimal that rounds to them: 0.1, not 0.10000000149011612.
     """
     narrow = {field.name: field.type for field in batch.schema if "float" in str(field.type)}  # float64 is "double"
 
@@ -207,7 +207,7 @@ def read_batch(batch: Any, name: Callable[[int], str], malformed: MalformedRows)
 
     try:
         rows = batch.to_pylist()
-    except (ValueError, OverflowError):  # it does not say of which row
+    except (ValueError, OverflowError):  # the error does not name the row: convert one row at a time
         for n in range(batch.num_rows):
             try:
                 (columns,) = batch.slice(n, 1).to_pylist()
@@ -221,7 +221,7 @@ def read_batch(batch: Any, name: Callable[[int], str], malformed: MalformedRows)
 
 
 def _shortest(value: Any, kind: Any) -> Any:
-    """A cell of an Arrow type, its float32 and float16 as the float64 of their shortest texts."""
+    """A cell of an Arrow type, with float32 and float16 converted to the float64 of their shortest decimals."""
     from pyarrow import types
 
     if value is None:
@@ -252,9 +252,9 @@ def _parquet(path: str, malformed: MalformedRows) -> Iterator[NamedColumns]:
 
 
 def json_value(value: Any) -> Any:
-    """Dates as ISO texts, NaN and infinities as None, decimals as numbers, bytes as text (base64 where they are none).
+    """Converts to JSON values: dates to ISO texts, NaN and infinities to None, decimals to numbers, bytes to text.
 
-    What is of no such kind is its own text.
+    Bytes that are not UTF-8 become base64, and values of any other type str(value).
     """
     if value is None or isinstance(value, str | bool | int):
         return value

@@ -1,11 +1,11 @@
-"""config.environment.filter: a Python expression over the columns of a row, held to what cannot do harm.
+"""config.environment.filter: a Python expression over the columns of a row, restricted to harmless operations.
 
     difficulty != "8/8" and level >= 3
     len(problem) < 2000 and meta.source in ("aime", "amc") and column("problem-type", "") != "proof"
 
-Names are columns; a.b is b inside a. Comparisons, and, or, not, if-else, arithmetic without powers, `in`, indices and
-slices, lists and tuples, the functions of FUNCTIONS, and the methods of texts in METHODS: nothing else is evaluated.
-`column(NAME, OTHERWISE)` is a column whose name is no word, or that rows may lack.
+Names are columns; a.b is b inside a. Allowed are comparisons, and, or, not, if-else, arithmetic without powers, `in`,
+indices and slices, lists, tuples and sets, the functions in FUNCTIONS, and the string methods in METHODS; nothing else.
+`column(NAME, OTHERWISE)` reads a column whose name is not an identifier, or that rows may lack.
 """
 
 import ast
@@ -30,13 +30,13 @@ _NODES = (
     *(ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Subscript, ast.Slice),
     *(ast.List, ast.Tuple, ast.Set, ast.Constant, ast.Load),
 )
-_COLUMN, _FUNCTION, _COLUMNS = "column", "function ", "columns of the row"  # two are no names that can be written
+_COLUMN, _FUNCTION, _COLUMNS = "column", "function ", "columns of the row"  # a user cannot write the names with spaces
 
 
 class Filter:
-    """An expression, whose faults are told in terms of the config's `field`. Empty: every row is kept.
+    """A filter expression; an empty one keeps every row. Error messages name the config's `field`.
 
-    Raises ValueError where it is no expression, or says more than it may.
+    Raises ValueError if it is not an expression, or uses anything that is not allowed.
     """
 
     def __init__(self, expression: str, field: str):
@@ -54,7 +54,7 @@ class Filter:
             raise ValueError(f"{self._given}: {error}") from error
 
     def keeps(self, name: str, columns: Mapping[str, Any]) -> bool:
-        """Whether the expression is true of a row. Raises ValueError naming the expression and the row `name`."""
+        """Whether the expression is true for a row. Raises ValueError naming the expression and the row `name`."""
         if self._code is None:
             return True
 
@@ -82,7 +82,7 @@ _CALLED = {_FUNCTION + name: function for name, function in FUNCTIONS.items()}
 
 
 def _checked(node: ast.expr) -> ast.expr:
-    """The expression with columns looked up in the row; raises ValueError where it says what it may not."""
+    """The expression with names replaced by lookups of columns; raises ValueError for anything that is not allowed."""
     dotted = _dotted(node)
     if dotted is not None:
         return _call(_COLUMNS, [ast.Constant(dotted)])
@@ -114,7 +114,7 @@ def _checked(node: ast.expr) -> ast.expr:
 
 
 def _dotted(node: ast.expr) -> str | None:
-    """A column's name, where the node is one."""
+    """The dotted column name, if the node is one; else None."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):

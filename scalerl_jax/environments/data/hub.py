@@ -1,10 +1,10 @@
 """Data sets of the Hugging Face hub: ORG/NAME[@CONFIG][#SPLIT].
 
-`datasets` fetches and prepares them, in the folders that it and the hub's own tools use (HF_HOME). Where the hub cannot
-be reached, or is not to be (HF_HUB_OFFLINE, HF_DATASETS_OFFLINE), what `datasets` has prepared before is taken, or what
-`hf download` has left: of the latter `datasets` alone would not know. What is not there is one line with the command
-that fetches it. Whether the hub can be reached is asked once, with little patience: `datasets` would try for half a
-minute, and `data/trian` looks like a name.
+`datasets` fetches and prepares them, in the folders that it and the hub's own tools use (HF_HOME). If the hub cannot be
+reached or must not be used (HF_HUB_OFFLINE, HF_DATASETS_OFFLINE), rows come from the data that `datasets` prepared
+before, or from files of `hf download`, which `datasets` alone would not find. If there are none, the error names the
+command that fetches them. Whether the hub can be reached is tested once, with a short timeout: `datasets` would try for
+half a minute, also for a mistyped path such as `data/trian`, which looks like a name.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from scalerl_jax.environments.data.files import NamedColumns, files_of, kind_of,
 from scalerl_jax.environments.data.malformed import MalformedRows
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w.-]+))?(?:#([\w.-]+))?")
-_ROWS = 256  # that are held as Python objects at once
+_ROWS = 256  # rows held as Python objects at a time
 _PATIENCE_SECONDS = 5.0  # for the hub's first answer
 
 
@@ -30,20 +30,20 @@ class HubName:
     """A data set of the hub, or a part of one."""
 
     repository: str
-    config: str = ""  # "": its only or default one
-    split: str = ""  # "": the first there is of those asked for
+    config: str = ""  # "": the only or default one
+    split: str = ""  # "": the first existing one of the splits given to read_rows
 
     def __str__(self) -> str:
         return f"{self.repository}{'@' * bool(self.config)}{self.config}{'#' * bool(self.split)}{self.split}"
 
     def download(self, files: Sequence[str] = ()) -> str:
-        """The command that fetches it, or those files of it: a pattern, or their names."""
+        """The command that fetches the data set, or only some files of it (names or patterns)."""
         wanted = [f"--include='{file}'" if glob.has_magic(file) else file for file in files]
         return " ".join(("hf download --repo-type=dataset", self.repository, *wanted))
 
 
 def parse(where: str) -> HubName | None:
-    """None where it can be no name of the hub: a file's or a folder's, or one of a folder that is here."""
+    """The name of a data set on the hub; None if `where` exists here, or looks like a file or a path in a folder."""
     found = _NAME.fullmatch(where)
     if found is None or os.path.exists(where):
         return None
@@ -55,8 +55,8 @@ def parse(where: str) -> HubName | None:
 
 
 def _here(repository: str) -> bool:
-    """Whether there is something of a data set, fetched or prepared, where the hub's client and `datasets` keep it:
-    either takes seconds to import."""
+    """Whether the cache folder of the hub's client or of `datasets` has anything of a data set. It does not import
+    either of them, which takes seconds."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     fetched = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
     prepared = os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets")
@@ -75,9 +75,9 @@ def _plain(name: str) -> str:
 def read_rows(
     name: HubName, splits: Sequence[str], *, given: str, files: Sequence[str], malformed: MalformedRows
 ) -> Iterator[NamedColumns]:
-    """Every row of the first of `splits` that the data set has, or of the one that it is named with.
+    """Yields every row of the split in `name`, else of the first of `splits` that the data set has.
 
-    given: what the user wrote, for messages. files: those to be read as they are, or a pattern; (): `datasets` knows.
+    given: the user's text, for messages. files: files or patterns to read directly; empty: load with `datasets`.
     Raises ValueError, one line.
     """
     if files:
@@ -97,7 +97,7 @@ def read_rows(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The hub's client tells of each try to reach it."""
+    """Silences the hub's client, which logs each attempt to connect."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -109,7 +109,7 @@ def _quiet() -> Iterator[None]:
 
 @functools.cache
 def _answers(repository: str) -> bool:
-    """Whether the hub can be reached; from a "no" on, nothing asks it. Raises ImportError."""
+    """Whether the hub can be reached; if not, sets its client to offline mode. Raises ImportError."""
     from huggingface_hub import HfApi, constants, errors
 
     if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
@@ -118,7 +118,7 @@ def _answers(repository: str) -> bool:
         HfApi().dataset_info(repository, timeout=_PATIENCE_SECONDS)
     except Exception as error:  # noqa: BLE001  of the network, by the package that the hub's client uses for HTTP
         if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
-            return True  # it answers, and says what is wrong when it is asked for rows
+            return True  # the hub responds; reading rows will report this error
         constants.HF_HUB_OFFLINE = True
         return False
     return True
@@ -146,7 +146,7 @@ def _dataset(name: HubName, splits: Sequence[str], given: str) -> Any:
 
 
 def _split(datasets: Any, where: str, name: HubName, splits: Sequence[str], given: str) -> Any:
-    """Raises ConnectionError where the hub is needed and not to be had."""
+    """Loads the first existing split. Raises ConnectionError if that needs the hub and it cannot be reached."""
     for split in splits:
         try:
             return datasets.load_dataset(where, name.config or None, split=split)
@@ -166,7 +166,7 @@ def _split(datasets: Any, where: str, name: HubName, splits: Sequence[str], give
 
 
 def _folder(name: HubName, files: Sequence[str], given: str) -> str:
-    """Where a repository's files are, as they are; all of `files` are there."""
+    """The local folder of a repository's files, which contains all of `files`. Raises ValueError."""
     try:
         import huggingface_hub
 
@@ -175,7 +175,7 @@ def _folder(name: HubName, files: Sequence[str], given: str) -> str:
         raise ValueError(_no_package(given)) from error
     try:
         folder = huggingface_hub.snapshot_download(name.repository, repo_type="dataset", allow_patterns=list(files))
-    except Exception as error:  # by the hub's client: of the network, of HTTP, of a repository that is none
+    except Exception as error:  # the hub's client raises errors of the network, of HTTP, for a missing repository
         folder = _snapshot(name.repository)
         if not folder:
             raise ValueError(_not_here(name, given, files)) from error
@@ -185,7 +185,7 @@ def _folder(name: HubName, files: Sequence[str], given: str) -> str:
 
 
 def _snapshot(repository: str) -> str:
-    """The folder with the files of a repository that have been fetched; "": none have."""
+    """The folder with the fetched files of a repository; "" if there are none."""
     import huggingface_hub
 
     try:

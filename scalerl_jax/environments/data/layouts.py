@@ -1,9 +1,9 @@
-"""Published data sets whose rows are known by name: config.environment.train=gsm8k, or gsm8k:FILE for a copy.
+"""Layouts of published data sets, selected by name: config.environment.train=gsm8k, or gsm8k:FILE for a copy.
 
-Each is a row of LAYOUTS: where the hub has it, and which of its columns are the prompt, the answer and the task. The
-columns are those of the data sets' own cards, or of the code that made them where there is no card. Their prompts are
-asked as a user asks them, through the model's chat template if it has one; a wish for the answer's form
-("put it in \\boxed{}") is config.environment.prompt_suffix.
+Each is a row of LAYOUTS: its repository on the hub, and its columns for the prompt, the answer and the task. The
+columns come from the data sets' cards, or from the code that made them if there is no card. Prompts are user messages,
+rendered by the model's chat template if it has one; set an instruction on the answer's form ("put it in \\boxed{}")
+with config.environment.prompt_suffix.
 """
 
 import dataclasses
@@ -19,31 +19,31 @@ from scalerl_jax.environments.data.malformed import Malformed
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a data set's rows become problems. Columns are named as in the config: "a.b" is b inside a."""
+    """How to make problems from a data set's rows. Columns are named as in the config: "a.b" is b inside a."""
 
-    hub: str
-    prompt: str  # a text or messages
-    answers: tuple[str, ...] = ("answer",)  # the first that a row has; (): it has none
-    kind: str = "math"  # the environment it is for
+    hub: str  # repository
+    prompt: str  # column of a text or messages
+    answers: tuple[str, ...] = ("answer",)  # columns; the first that a row has is used; (): no answers
+    kind: str = "math"  # the environment that reads it
     task: str = ""  # column
-    task_text: str = "{}"  # of its value
-    starter: str = ""  # column: code that a program is to go on from
-    tests: str = ""  # column of unit tests; "": those that code_tests.py knows
-    only: tuple[str, tuple[str, ...]] = ("", ())  # (column, its values in small letters): rows with others are left out
-    ask: Callable[[str, Mapping[str, Any]], str] | None = None  # of the prompt and the row: what is asked
-    read_answer: Callable[[Any, str], str] = columns_lib.read_answer  # of a value and its column; raises Malformed
-    configs: tuple[str, ...] = ("",)  # of the hub, whose rows are all taken
-    held_out_configs: tuple[str, ...] = ()  # that have the split for validation; (): those
+    task_text: str = "{}"  # format of the task's value
+    starter: str = ""  # column of code that the program must continue
+    tests: str = ""  # column of unit tests; "": the columns that code_tests.py knows
+    only: tuple[str, tuple[str, ...]] = ("", ())  # (column, allowed values in lower case): other rows are left out
+    ask: Callable[[str, Mapping[str, Any]], str] | None = None  # (prompt, row) -> the final prompt
+    read_answer: Callable[[Any, str], str] = columns_lib.read_answer  # (value, column) -> answer; raises Malformed
+    configs: tuple[str, ...] = ("",)  # configs on the hub; the rows of all are used
+    held_out_configs: tuple[str, ...] = ()  # configs with the validation split; (): `configs`
     train: str = "train"  # split
     held_out: str = "test"  # split, for validation
-    # Where the hub's own way in is a program: of what is behind @, the files that are read as they are, or a pattern.
+    # If the hub loads the data set with a program: maps the name after @ to the files (or a pattern) to read directly.
     files: Callable[[str], tuple[str, ...]] | None = None  # raises ValueError
-    marks: tuple[str, ...] = ()  # columns by which rows are taken for this one's, in hints
-    note: str = ""  # for people, where it is known that some rows lack what they should have
+    marks: tuple[str, ...] = ()  # columns by which hints recognize rows of this layout
+    note: str = ""  # a hint for people if some rows are known to be incomplete
 
 
 def after_hashes(value: Any, column: str) -> str:
-    """GSM8K: the number behind the last ####, without the commas of thousands."""
+    """GSM8K: the number after the last ####, without thousands separators."""
     _, found, answer = columns_lib.read_answer(value, column).rpartition("####")
     if not found or not answer.strip():
         raise Malformed(f"{column!r} has nothing behind ####")
@@ -51,13 +51,13 @@ def after_hashes(value: Any, column: str) -> str:
 
 
 def first_of_list(value: Any, column: str) -> str:
-    """Skywork-OR1: JSON of a list of ways to write the answer."""
+    """Skywork-OR1: the first entry of a JSON list of forms of the answer."""
     found = columns_lib.written_out(value) if isinstance(value, str) else value
     return columns_lib.read_answer(found[0] if isinstance(found, list) and found else found, column)
 
 
 def last_boxed(value: Any, column: str) -> str:
-    """What the last \\boxed{} of a solution holds."""
+    """The content of the last \\boxed{} of a solution."""
     text = columns_lib.read_text(value, column)
     start = text.rfind("\\boxed{")
     depth = 0
@@ -69,12 +69,12 @@ def last_boxed(value: Any, column: str) -> str:
 
 
 def stub(prompt: str, _: Mapping[str, Any]) -> str:
-    """HumanEval: a function's head and docstring."""
+    """HumanEval: asks to complete a function with the given signature and docstring."""
     return f"Write this function, with what it needs:\n\n```python\n{prompt.strip()}\n```"
 
 
 def first_test(prompt: str, columns: Mapping[str, Any]) -> str:
-    """MBPP: what the function is called, and how, is told by its tests alone. The first is shown."""
+    """MBPP: only the tests show the function's name and arguments, so the prompt includes the first test."""
     tests = columns.get("test_list")
     tests = columns_lib.written_out(tests) if isinstance(tests, str) else tests
     shown = f"\n\nIt should pass this test:\n\n```python\n{tests[0]}\n```" if isinstance(tests, list) and tests else ""
@@ -82,7 +82,7 @@ def first_test(prompt: str, columns: Mapping[str, Any]) -> str:
 
 
 def declared(prompt: str, columns: Mapping[str, Any]) -> str:
-    """KodCode: the function is called as its declaration says."""
+    """KodCode: adds the declaration of the function that the tests call."""
     declaration = find(columns, "test_info.0.function_declaration")
     if not isinstance(declaration, str) or not declaration.strip():
         return prompt
@@ -90,7 +90,7 @@ def declared(prompt: str, columns: Mapping[str, Any]) -> str:
 
 
 def released(release: str) -> tuple[str, ...]:
-    """LiveCodeBench: each release has the files of those before it and one more; without a name it is the latest."""
+    """LiveCodeBench: each release adds one file to those of the previous release; the default is the latest."""
     if not release:
         return ("test*.jsonl",)
     found = re.fullmatch("release_v([1-9])", release)
@@ -100,11 +100,11 @@ def released(release: str) -> tuple[str, ...]:
 
 
 LAYOUTS = {
-    # {"problem", "answer", "difficulty"}, difficulty as "3/8" right of eight; huggingface.co card of the data set.
+    # {"problem", "answer", "difficulty"}, difficulty is "3/8" for 3 of 8 correct; huggingface.co card of the data set.
     "polaris": Layout(
         "POLARIS-Project/Polaris-Dataset-53K", "problem", held_out="train", marks=("problem", "answer", "difficulty")
     ),
-    # {"problem", "answer", "solution"}: the card. Six rows have no answer (a discussion there says).
+    # {"problem", "answer", "solution"}: the card. Six rows have no answer, according to a discussion on the hub.
     "deepscaler": Layout(
         "agentica-org/DeepScaleR-Preview-Dataset",
         "problem",
@@ -114,7 +114,7 @@ LAYOUTS = {
     ),
     # {"prompt": [{"role", "content"}], "reward_model": {"ground_truth", "style"}, "data_source", "ability",
     # "extra_info": {"index"}}: the Parquet's schema, as the cards of its copies show it. Each of its 17 thousand
-    # prompts is there a hundred times. Open-R1's processed form has the prompt as a text, the answer as `solution`.
+    # prompts occurs a hundred times. Open-R1's processed form has the prompt as a text, the answer as `solution`.
     "dapo": Layout(
         "BytedTsinghua-SIA/DAPO-Math-17k",
         "prompt",
@@ -122,8 +122,8 @@ LAYOUTS = {
         held_out="train",
         marks=("prompt", "reward_model.ground_truth"),
     ),
-    # {"prompt": messages, "reward_model": {"ground_truth", "style"}, "ability", "data_source", "extra_info"}: what verl
-    # trains on, in its own documentation and the card of Eurus-2.
+    # {"prompt": messages, "reward_model": {"ground_truth", "style"}, "ability", "data_source", "extra_info"}: verl's
+    # training format, according to its documentation and the card of Eurus-2.
     "verl": Layout(
         "PRIME-RL/Eurus-2-RL-Data",
         "prompt",
@@ -141,8 +141,8 @@ LAYOUTS = {
         held_out="validation",
         marks=("prompt", "reward_model.ground_truth"),
     ),
-    # The same; of mathematics the ground truth is JSON of a list, of code one of three kinds of tests: the card, and
-    # what scores it in the data set's own repository.
+    # The same columns; for mathematics the ground truth is a JSON list, for code one of three kinds of tests: the card,
+    # and the scoring code in the data set's own repository.
     "skywork": Layout(
         "Skywork/Skywork-OR1-RL-Data",
         "prompt",
@@ -187,7 +187,7 @@ LAYOUTS = {
         marks=("0.value", "1.ground_truth.value"),
     ),
     # {"problem", "ground_truth_solution", "domain", "test_cases", "starter_code", ...} in its config "metadata": the
-    # card. Of traces its other config is read by scalerl-sft (config.sft.columns.messages=conversations).
+    # card. Its other config has traces, which scalerl-sft reads (config.sft.columns.messages=conversations).
     "openthoughts": Layout(
         "open-thoughts/OpenThoughts-114k",
         "problem",
@@ -275,16 +275,16 @@ LAYOUTS = {
     "aime24": Layout(
         "HuggingFaceH4/aime_2024", "problem", held_out="train", marks=("problem", "answer", "url", "year", "solution")
     ),
-    # {"problem", "answer", "id"}: what loads it by this name reads these columns.
+    # {"problem", "answer", "id"}: code that loads it by this name reads these columns.
     "aime25": Layout("math-ai/aime25", "problem", train="test"),
     # {"problem_idx", "problem", "answer": int}: the card.
     "aime26": Layout("MathArena/aime_2026", "problem", held_out="train", marks=("problem", "answer", "problem_idx")),
-    # {"question", "answer"}, the answer a solution that ends in "#### 42"; config "main": as it is commonly read.
+    # {"question", "answer"}, the answer a solution that ends in "#### 42"; config "main" is the one commonly used.
     "gsm8k": Layout(
         "openai/gsm8k", "question", read_answer=after_hashes, configs=("main",), marks=("question", "answer")
     ),
-    # {"problem", "tests", "starter_code", "metadata"}: copies of it; each config has other columns beside these, and
-    # the splits that its card lists: train in three, test in two.
+    # {"problem", "tests", "starter_code", "metadata"}: copies of it; each config has further columns, and the splits
+    # that its card lists: train in three, test in two.
     "deepcoder": Layout(
         "agentica-org/DeepCoder-Preview-Dataset",
         "problem",
@@ -296,7 +296,7 @@ LAYOUTS = {
         marks=("problem", "tests"),
     ),
     # {"question_content", "starter_code", "public_test_cases", "private_test_cases", "metadata", "difficulty", ...}:
-    # the card. On the hub it is files beside a program that picks those of a release.
+    # the card. On the hub it is files, and a program that picks the files of a release.
     "livecodebench": Layout(
         "livecodebench/code_generation_lite",
         "question_content",
@@ -323,7 +323,7 @@ LAYOUTS = {
 
 
 def make_row(columns: Mapping[str, Any], layout: Layout) -> Row:
-    """Raises Malformed."""
+    """The row made from the columns. Raises Malformed."""
     answer = next((value for name in layout.answers if (value := find(columns, name)) is not MISSING), MISSING)
     prompt = find(columns, layout.prompt)
     if prompt is MISSING or (layout.answers and answer is MISSING):
@@ -350,20 +350,20 @@ def make_row(columns: Mapping[str, Any], layout: Layout) -> Row:
 
 
 def with_tests(columns: Mapping[str, Any], layout: Layout, column: str) -> Mapping[str, Any]:
-    """The columns with the layout's unit tests, if it has a place for them, under `column`."""
+    """The columns, with the layout's unit tests (if it names their column) under `column`."""
     return {**columns, column: find(columns, layout.tests)} if layout.tests else columns
 
 
 def has(columns: Mapping[str, Any], layout: Layout) -> bool:
-    """Whether a row is one of the layout's: a data set may have others beside them."""
+    """Whether a row belongs to the layout (Layout.only): a data set may contain other rows too."""
     column, values = layout.only
     found = find(columns, column) if column else MISSING
     return found is MISSING or str("" if found is None else found).strip().lower() in values
 
 
 def looks_like(columns: Mapping[str, Any], kind: str) -> str:
-    """The name of the layout that has most columns of these, one of that kind if there is any; "": none is known by
-    them."""
+    """The layout with the most marks among those whose marks are all in `columns`, preferably of that kind; "" if there
+    is none."""
     fits = [
         (layout.kind == kind, len(layout.marks), name)
         for name, layout in LAYOUTS.items()

@@ -1,14 +1,14 @@
 """Rows that cannot be used: counted, named, and skipped up to a limit."""
 
-_NAMED = 3  # the first ones, in messages
+_NAMED = 3  # number of malformed rows named in messages
 
 
 class Malformed(ValueError):
-    """Of one row: what was found in it, and what is wanted."""
+    """A row is malformed; the message states what was found and what is required."""
 
 
 class MalformedRows:
-    """Those of one environment. `field` is the config's, for messages; `most` of them may be skipped."""
+    """The malformed rows of one environment; up to `most` are skipped. `field`: the config field, for messages."""
 
     def __init__(self, *, field: str, most: int):
         self._field, self._most = field, most
@@ -16,7 +16,7 @@ class MalformedRows:
         self.count = 0
 
     def skip(self, name: str, why: str) -> None:
-        """Counts a row. Raises ValueError, one line with the first ones, where that is one too many."""
+        """Counts a malformed row. Raises ValueError, one line naming the first ones, if there are more than `most`."""
         self.count += 1
         if len(self._first) < _NAMED:
             self._first.append(f"{name}: {why}")
@@ -27,7 +27,7 @@ class MalformedRows:
         raise ValueError(f"{self._field}={self._most}: there are more malformed rows: {self._named()}")
 
     def notes(self) -> list[str]:
-        """A line on those that were skipped, if any were."""
+        """A message on the skipped rows, if there are any."""
         if not self.count:
             return []
         return [f"malformed rows left out: {self.count:,}: {self._named()}"]

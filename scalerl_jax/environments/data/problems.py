@@ -1,4 +1,4 @@
-"""The problems of one environment on their way from rows to prompts; what is left out on it, and lines that say so."""
+"""Turns the rows of one environment into prompts: filter, deduplicate, hold out, decontaminate; counts dropped rows."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -16,8 +16,8 @@ _LONGEST = 80  # characters of an answer in messages
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """The prompts that a run has so far: the first row with each, under the key of its question and of what is asked
-    when it is rendered. A template may drop what two questions differ in."""
+    """The prompts of a run so far: the first row with each, by the key of its question and by that of its rendered
+    prompt. A template may drop the difference between two questions."""
 
     held_out: dict[bytes, Row] = dataclasses.field(default_factory=dict)
     train: dict[bytes, Row] = dataclasses.field(default_factory=dict)
@@ -40,7 +40,7 @@ class Counted:
 
 
 class Problems:
-    """Of one environment; `config` has it as config.environment. Its methods are called in their order here."""
+    """The problems of one environment (config.environment). Call the public methods in the order defined here."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
         self._config, self._prompts = config, Prompts(config, tokenizer)
@@ -55,14 +55,14 @@ class Problems:
         self._counts = ""
 
     def read_held_out(self, environment: Environment, known: Known) -> None:
-        """The rows for validation, if there are any. Raises ValueError naming the field, or the file and row."""
+        """Reads the validation rows, if there are any. Raises ValueError naming the field, or the file and row."""
         for row in self._rows(environment, "validation"):
             key = self._key(row)
             if not self._repeats(row, known.held_out.get(key)):
                 self._held_out[key] = known.held_out[key] = row
 
     def read_train(self, environment: Environment, known: Known) -> None:
-        """The training rows, without those whose prompts are held out. Raises ValueError likewise."""
+        """Reads the training rows, except those whose prompts are held out. Raises ValueError as `read_held_out`."""
         for row in self._rows(environment, "train"):
             key = self._key(row)
             if not self._is_held_out(row, known.held_out.get(key)) and not self._repeats(row, known.train.get(key)):
@@ -70,13 +70,13 @@ class Problems:
 
     @property
     def takes_out(self) -> bool:
-        """Whether held-out rows are taken out of the training rows: it has none for validation."""
+        """Whether held-out rows are taken from the training rows: there are no validation rows."""
         return not self._held_out
 
     def held_out(self, known: Known) -> list[Row]:
-        """The held-out rows, the lowest by key first, as token ids.
+        """The held-out rows as token ids, those with the lowest keys first.
 
-        Raises ValueError where a prompt is too long, or none is left.
+        Raises ValueError if a prompt is too long (and long_prompts is "refuse"), or none is left.
         """
         if self._config.environment.validation and not self._held_out:
             raise ValueError("config.environment.validation: no prompt is left")
@@ -85,7 +85,7 @@ class Problems:
         for key in sorted(candidates):
             if len(self._asked) == self._config.evaluation.prompts:
                 break
-            # One that is too long is not trained on either, and the next one is held out in its place.
+            # A prompt that is too long is not trained on either; the next one is held out instead.
             for row in self._render([candidates[key]]):
                 asked = held_out.key(row.text, row.key)
                 if not self._repeats(row, known.held_out_asked.get(asked)):
@@ -97,7 +97,7 @@ class Problems:
         return self._asked
 
     def train(self, known: Known) -> list[Row]:
-        """The training rows in their order, as token ids; after held_out of all environments. Raises ValueError."""
+        """The training rows as token ids, in order. Call it after `held_out` of all environments. Raises ValueError."""
         if self._taken_out and self._asked and not self._train:
             raise ValueError(
                 f"config.evaluation.prompts={self._config.evaluation.prompts}: there are {len(self._asked)} prompts in "
@@ -123,7 +123,7 @@ class Problems:
         return kept
 
     def notes(self) -> list[str]:
-        """Lines on what was left out, and on what there is."""
+        """Messages on the rows that were left out, and the number of prompts."""
         limit = self._config.rollout.max_prompt_tokens
         return [
             *self._filtered.line("rows left out by config.environment.filter"),
@@ -140,7 +140,7 @@ class Problems:
         for number, row in enumerate(environment.rows(split), 1):
             if not row.name:
                 row = dataclasses.replace(row, name=f"{self._config.environment.name} {split} row {number}")
-            # What is evaluated on is evaluated on whole.
+            # The filter does not apply to validation rows.
             if environment.filters or split != "train" or self._filter.keeps(row.name, _columns(row)):
                 yield row
             else:
@@ -163,7 +163,7 @@ class Problems:
         return True
 
     def _render(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Those that are not too long, as they are asked."""
+        """Renders the rows; drops those that are too long, or raises ValueError if long_prompts is "refuse"."""
         limit = self._config.rollout.max_prompt_tokens
         for row in self._prompts.render_all(rows):
             if len(row.token_ids) <= limit:
@@ -179,7 +179,7 @@ class Problems:
 
 
 def _short(text: str) -> str:
-    """In one line of messages."""
+    """The text cut to one short line, for messages."""
     line = " ".join(text[: 4 * _LONGEST].split())
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 

@@ -1,4 +1,4 @@
-"""The rows of an environment that a config's sources name."""
+"""Reads the rows of an environment from the sources in the config."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,10 +17,10 @@ Finish = Callable[[Row, Mapping[str, Any]], Row]  # of a row and its columns; ra
 
 
 class Reader:
-    """What an Environment is made of that has its rows from config.environment.train and validation.
+    """Provides rows, weights and notes of an Environment that reads config.environment.train and validation.
 
-    kind: of the layouts that are for it. needs: of config.environment.columns, those that a row without a layout must
-    have beside the prompt. finish: makes of a row and its columns what the environment scores.
+    kind: the Layout.kind of layouts that it accepts. needs: fields of config.environment.columns that a row without a
+    layout must have besides the prompt. finish: makes the row that the environment scores, from a row and its columns.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Reader:
         self.weights = sources.weights(self._sources("train"))
 
     def rows(self, split: str) -> Iterator[Row]:
-        """Of "train" or "validation"; there are none of the latter where the config names no source.
+        """The rows of "train" or "validation"; no validation rows if the config names no source for them.
 
         Raises ValueError naming the config's field, or the file and row, at fault.
         """
@@ -79,7 +79,7 @@ class Reader:
                 raise ValueError("; ".join((f"{source.given}: no prompts there", *self._malformed.notes())))
 
     def notes(self) -> list[str]:
-        """Lines on what was left out so far."""
+        """Messages on the rows that were left out so far."""
         notes = self._malformed.notes()
         for name, count in self._others.items():
             column, values = LAYOUTS[name].only
@@ -101,7 +101,7 @@ class Reader:
         return found
 
     def _row(self, name: str, columns: Mapping[str, Any], source: Source) -> Row | None:
-        """None: it is malformed."""
+        """The row made from the columns; None if it is malformed."""
         try:
             if source.layout:
                 layout = LAYOUTS[source.layout]
@@ -125,7 +125,7 @@ class Reader:
         return False
 
     def _suspect(self, row: Row, name: str, source: Source) -> None:
-        """Says once of rows that fit, and whose answers are none."""
+        """Notes once that answers look like whole GSM8K solutions, which need the layout gsm8k."""
         if not self._suspected and self._kind == "math" and "####" in row.answer:
             self._suspected.append(
                 f"the whole answer of {name} is taken for the right one, which reads like a solution: "
@@ -133,7 +133,7 @@ class Reader:
             )
 
     def _hint(self, columns: Mapping[str, Any], source: Source) -> str:
-        """What may have been meant."""
+        """A hint for the message on a malformed row: the layout's note, a similar layout, or a likely prompt column."""
         if source.layout:
             note = LAYOUTS[source.layout].note
             return f" ({note})" if note else ""
@@ -148,5 +148,5 @@ class Reader:
 
 
 def _task(row: Row, source: Source, count: int) -> str:
-    """Of several sources each is reported by itself, and its parts by themselves."""
+    """The row's task; with several sources it starts with the source's text, so each is reported separately."""
     return row.task if count == 1 else f"{source.text} {row.task}".strip()

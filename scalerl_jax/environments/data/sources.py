@@ -1,13 +1,13 @@
-"""Where rows are: [LAYOUT:]WHERE[*WEIGHT], several of them with commas between.
+"""Sources of rows: [LAYOUT:]WHERE[*WEIGHT], separated by commas.
 
     data/train.jsonl                  a file, a folder of files or a pattern (files.py)
-    gsm8k:data/train.jsonl            whose rows are laid out as a known data set's (layouts.py)
-    ORG/NAME[@CONFIG][#SPLIT]         a data set of the hub (hub.py); without a split train, or for validation test or
-                                      validation
-    gsm8k[@CONFIG][#SPLIT]            the hub's data set of that layout; of livecodebench @release_v2
-    gsm8k*3,math/*.parquet*1          drawn from three to one
+    gsm8k:data/train.jsonl            a file in the layout of a known data set (layouts.py)
+    ORG/NAME[@CONFIG][#SPLIT]         a data set of the hub (hub.py); the default split is train, or for validation
+                                      test or else validation
+    gsm8k[@CONFIG][#SPLIT]            the hub's data set of that layout; CONFIG of livecodebench: release_v2
+    gsm8k*3,math/*.parquet*1          sampled three to one
 
-Sources without weights are pooled: all their rows are alike. Where one has a weight, those without have 1. A pattern
+Sources without weights are pooled: every row has the same weight. If one has a weight, those without have 1. A pattern
 that ends like a weight is written with brackets: data/*[2] for data/*2. A name with a comma is written as a pattern:
 data/a?b.jsonl for data/a,b.jsonl.
 """
@@ -27,17 +27,17 @@ from scalerl_jax.environments.data.malformed import MalformedRows
 _WEIGHT = re.compile(r"(.+)\*([0-9]+\.?[0-9]*|\.[0-9]+)")
 _LAYOUT = re.compile(r"(\w+):(.+)")
 _PART = re.compile(r"(\w+)(?:@([\w.-]+))?(?:#([\w.-]+))?")
-_HELD_OUT_SPLITS = ("test", "validation")  # of a data set of the hub whose layout is not known
+_HELD_OUT_SPLITS = ("test", "validation")  # for a data set of the hub without a known layout
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One of those that a config names."""
+    """A source of rows that a config names."""
 
-    text: str  # as it is given, without its weight
-    field: str  # that gives it, for messages
+    text: str  # as written in the config, without its weight
+    field: str  # the config field, for messages
     layout: str = ""  # one of LAYOUTS; "": the config's columns
-    where: str = ""  # a file, a folder or a pattern; "": of the hub
+    where: str = ""  # a file, a folder or a pattern; "": a data set of the hub
     hub: HubName | None = None
     weight: float | None = None
 
@@ -47,11 +47,11 @@ class Source:
 
     @property
     def place(self) -> str:
-        """The same for two that are written differently."""
+        """A canonical location, equal for sources that are only written differently."""
         return str(self.hub) if self.hub is not None else os.path.realpath(self.where)
 
     def read(self, *, held_out: bool, malformed: MalformedRows) -> Iterator[NamedColumns]:
-        """("FILE row N", columns) of every row there; columns are values of JSON.
+        """("FILE row N", columns) of every row; columns are JSON values.
 
         Raises ValueError naming the config's field, or the file and row, at fault.
         """
@@ -76,7 +76,7 @@ class Source:
 
 
 def parse(text: str, field: str) -> list[Source]:
-    """The sources of a config's field, none where it is empty. Raises ValueError naming the field."""
+    """The sources in a config field; none if it is empty. Raises ValueError naming the field."""
     found: list[Source] = []
     if not text.strip():
         return found
@@ -123,7 +123,7 @@ def _source(given: str, field: str) -> Source:
 
 
 def _check_files(name: HubName, layout: Layout, given: str) -> None:
-    """Raises ValueError where the data set is files, and what is behind @ or # says none of them."""
+    """Raises ValueError if the data set is read as files and @CONFIG or #SPLIT does not select any of them."""
     if layout.files is None:
         return
     if name.split:
@@ -135,7 +135,7 @@ def _check_files(name: HubName, layout: Layout, given: str) -> None:
 
 
 def weights(sources: list[Source]) -> dict[str, float]:
-    """Of each source by its text; {} where none has one."""
+    """The weight of each source, by its text; {} if no source has one."""
     if all(source.weight is None for source in sources):
         return {}
     return {source.text: 1.0 if source.weight is None else source.weight for source in sources}
