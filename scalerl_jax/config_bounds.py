@@ -1,4 +1,4 @@
-"""What a number of the config must be, as its annotation says it: Annotated[float, Above(0, up_to=1)]."""
+"""Bounds on numbers of the config, for their annotations: Annotated[float, Above(0, up_to=1)]."""
 
 import dataclasses
 import math

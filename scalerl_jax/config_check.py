@@ -1,4 +1,4 @@
-"""Whether a config can be: every leaf against its annotation, and what has to fit together."""
+"""Whether a config is valid: every leaf against its annotation, and the constraints between fields."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from scalerl_jax.config import Config, EnvironmentConfig
 
-# The ends of a range, each a field of its own.
+# The two ends of a range, each a separate field.
 _RANGES = (
     ("objective.icepop_low", "objective.icepop_high"),
     ("rollout.thinking_budget_min", "rollout.thinking_budget_max"),
@@ -21,12 +21,12 @@ class ConfigError(ValueError):
 
 
 def no_field(where: str, name: str, names: Sequence[str]) -> str:
-    """The line for a name that is no field of `where`."""
+    """The message for a name that is not a field of `where`."""
     return f"{where} has no field {name!r} (it has: {', '.join(names) or 'none'})"
 
 
 def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Every value under its dotted name; that of a mixture's environment is "mixture.NAME.train"."""
+    """Every value under its dotted name; "mixture.NAME.train" for an environment of a mixture."""
     out = {}
     fields = (
         config if isinstance(config, dict) else {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
@@ -40,7 +40,7 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def saved_leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The contents of a config.json likewise; it may hold anything."""
+    """Likewise for the contents of a config.json, which may hold anything."""
     out = {}
     for name, value in values.items():
         full = prefix + name
@@ -52,7 +52,7 @@ def saved_leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError where a field does not exist, a value has the wrong type, or values do not fit together."""
+    """Raises ConfigError if a field does not exist, a value has the wrong type, or values do not fit together."""
     check_types(config, Config(), "config")
     for name in config.mixture:
         if not name.isidentifier():
@@ -113,7 +113,7 @@ def check(config: Config) -> None:
 
 
 def _check_bitwise(config: Config) -> None:
-    """What config.numerics=bitwise is not there for, by name."""
+    """Raises ConfigError for a setting that does not support config.numerics=bitwise."""
     if config.numerics != "bitwise":
         return
     order = "sums over devices have another order"
@@ -153,8 +153,8 @@ def _check_teachers(config: Config) -> None:
 
 
 def leaf_fault(name: str, value: Any) -> str:
-    """What is wrong with a leaf ("model.path") as config.json holds it: its type, its choice or its bounds; "" if
-    nothing is, or there is no such leaf."""
+    """The fault of a leaf ("model.path") as config.json holds it: its type, its choice or its bounds; "" if it has
+    none, or there is no such leaf."""
     default = leaves(Config()).get(as_environment(name))
     try:
         if default is not None:
@@ -166,7 +166,7 @@ def leaf_fault(name: str, value: Any) -> str:
 
 
 def _check_leaf(name: str, value: Any) -> None:
-    """Against the field's annotation."""
+    """Checks a value against the field's annotation."""
     annotation = annotations()[as_environment(name)]
     choices = get_args(annotation) if get_origin(annotation) is Literal else ()
     if choices and value not in choices:
@@ -177,7 +177,7 @@ def _check_leaf(name: str, value: Any) -> None:
 
 
 def as_environment(name: str) -> str:
-    """A leaf's name, where it is of a mixture's environment that of the one environment: they are the same fields."""
+    """The leaf's name, with a mixture's environment replaced by `environment`: the fields are the same."""
     group, _, rest = name.partition(".")
     return f"environment.{rest.partition('.')[2]}" if group == "mixture" else name
 
@@ -199,7 +199,8 @@ def annotations() -> dict[str, Any]:
 
 
 def check_types(node: Any, default: Any, where: str) -> None:
-    """Every value of `node` against that of `default`; a config file may assign to names that are no fields."""
+    """Checks the type of every value of `node` against that of `default`; a config file may set names that are not
+    fields."""
     kind = type(default)
     if type(node) is not kind and not (kind is float and type(node) is int):
         raise ConfigError(f"{where}={node!r}: is not of type {kind.__name__}")

@@ -32,9 +32,9 @@ def load_file(path: str) -> Config:
 
 
 def load_module(path: str, given: str) -> types.ModuleType:
-    """What a Python file of the user's defines. given: what a ConfigError on its being none begins with.
+    """The module of a user's Python file. given: the beginning of a ConfigError if the file is not one.
 
-    What its code raises is passed on, see naming_user_code.
+    Exceptions of its code are passed on, see naming_user_code.
     """
     if not os.path.isfile(path):
         raise ConfigError(f"{given}: no such file")
@@ -48,7 +48,7 @@ def load_module(path: str, given: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def naming_user_code(given: str) -> Iterator[None]:
-    """Around code of the user's, which may raise anything: that becomes a ConfigError that begins with `given`."""
+    """Wraps user code, which may raise anything: the exception becomes a ConfigError that begins with `given`."""
     try:
         yield
     except ConfigError:
@@ -59,7 +59,7 @@ def naming_user_code(given: str) -> Iterator[None]:
 
 
 def _no_field(error: Exception) -> str:
-    """The line on a field of a config's group that is none, read or given; "": it is another error."""
+    """The message for a field that a group of the config lacks, read or passed; "" for another error."""
     groups = {type(getattr(Config(), field.name)): f"config.{field.name}" for field in dataclasses.fields(Config)}
     groups[Config] = "config"
     if isinstance(error, AttributeError):
@@ -79,7 +79,7 @@ def override(config: Config, path: str, text: str) -> None:
         group, name = _place(config, path)
     except ConfigError as error:
         raise ConfigError(f"--config.{path}: {error}") from None
-    # Of the default: where a file gives a float field an integer, the value that stands there has another type.
+    # The default's type: if a file sets a float field to an integer, the current value has another type.
     kind = type(group[name]) if isinstance(group, dict) else type(getattr(type(group)(), name))
     if dataclasses.is_dataclass(kind) or (group is config and name == "mixture"):
         raise ConfigError(f"--config.{path}: is a group of fields, not a value")
@@ -87,7 +87,7 @@ def override(config: Config, path: str, text: str) -> None:
 
 
 def _place(config: Config, path: str) -> tuple[Any, str]:
-    """The group that has the field `path`, and the field's name in it. Raises ConfigError where there is no such."""
+    """The group that has the field `path`, and the field's name in it. Raises ConfigError if there is none."""
     group: Any = None
     node, where, parts = config, "config", path.split(".")
     for part in parts:
@@ -126,9 +126,9 @@ def _convert(name: str, kind: type, text: str) -> Any:
 
 
 def as_flags(config: Config, base: Config) -> list[str]:
-    """The flags --config.a.b=v that make `base` into `config`, of every leaf that differs; override reads them back.
+    """The flags --config.a.b=v that make `base` into `config`, for every leaf that differs; override reads them back.
 
-    Raises ConfigError where no flag can: one of them has an environment in its mixture that the other lacks.
+    Raises ConfigError if no flag can: one of them has an environment in its mixture that the other lacks.
     """
     before, after = leaves(base), leaves(config)
     if apart := sorted(before.keys() ^ after.keys()):
@@ -148,7 +148,7 @@ def _text(value: Any) -> str:
 def parse_argv(argv: Sequence[str], *, default: Config | None = None) -> tuple[Config, list[str]]:
     """Reads --config=FILE and every --config.a.b=value out of argv; returns the config and the other arguments.
 
-    default: the config where no file is given; None: it must be.
+    default: the config if no file is given; None: a file is required.
 
     Raises ConfigError on a missing or unreadable file, an unknown field, or a value of the wrong type.
     """
@@ -160,13 +160,13 @@ def parse_argv(argv: Sequence[str], *, default: Config | None = None) -> tuple[C
 
 @dataclasses.dataclass(frozen=True)
 class GivenConfig:
-    """What a command line says of a config."""
+    """The config flags of a command line."""
 
-    path: str  # of its file; "": none
+    path: str  # of the config file; "": none
     overrides: tuple[tuple[str, str], ...]  # (dotted name, text), in order
 
     def config(self, base: Config | None = None) -> Config:
-        """The file's, or `base` (none: the defaults) where none is given, with the overrides. `base` is changed.
+        """The file's config, or `base` (None: the defaults) without a file, with the overrides. `base` is changed.
 
         Raises ConfigError as parse_argv does.
         """
@@ -178,7 +178,7 @@ class GivenConfig:
 
 
 def read_argv(argv: Sequence[str]) -> tuple[GivenConfig, list[str]]:
-    """Every flag of the config, and the other arguments. Raises ConfigError where one has no value."""
+    """The config's flags, and the other arguments. Raises ConfigError if a flag has no value."""
     path, overrides, rest = "", [], []
     items = iter(argv)
     for item in items:
@@ -204,7 +204,7 @@ def to_json(config: Config) -> str:
 
 
 def from_json(text: str) -> Config:
-    """The inverse of to_json. Raises ConfigError on text that is no JSON, unknown fields and values of another type."""
+    """The inverse of to_json. Raises ConfigError if text is not JSON, has unknown fields or values of another type."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,6 +1,6 @@
-"""What a command says of the folders and files that it is given before its own imports, which take seconds.
+"""Checks of the folders and files given to a command, made before the command's own imports, which take seconds.
 
-The checks are the command's own, which it makes again; what was read for them is kept for it. Nothing here imports jax.
+The command repeats these checks; what was read for them is kept for it. Nothing here imports jax.
 Left to the command: whatever is a user's code, which may need what the command sets up first.
 """
 
@@ -13,11 +13,11 @@ from scalerl_jax.cli import entry
 from scalerl_jax.config import Config
 from scalerl_jax.config_io import GivenConfig
 
-Check = Callable[[Config | GivenConfig, Sequence[str]], None]  # of the config, or what is said of it; other arguments
+Check = Callable[[Config | GivenConfig, Sequence[str]], None]  # of the config, or of its flags; other arguments
 
 
 def train(config: Config | GivenConfig, _: Sequence[str]) -> None:
-    """A run that is finished is shown without its data; on several hosts the first one has them."""
+    """A finished run is shown without its data; on several hosts only the first one has them."""
     from scalerl_jax.hosts import rank
     from scalerl_jax.model.decoder_config import check_folder, read_config
     from scalerl_jax.run import inputs
@@ -53,7 +53,7 @@ def evaluate(given: Config | GivenConfig, _: Sequence[str]) -> None:
     config, values = asked(given), flags.FLAGS
     check_folder("--model" if values.model else "config.model.path", config.model.path)
     if not os.path.exists(os.path.join(config.model.path, "config.json")):
-        read_config(config.model.path)  # which says so; of a family that it does not know an engine may
+        read_config(config.model.path)  # raises the error for it; a family unknown here may be known to an engine
     if not _users_code(config):
         inputs.preload(config, held_out=True, apart=bool(values.environment))
 
@@ -84,7 +84,7 @@ def plan(given: Config | GivenConfig, _: Sequence[str]) -> None:
 
 
 def curves(name: str, *, parts_too: bool = False) -> Check:
-    """Of scalerl-NAME, which reads evaluations."""
+    """The check of scalerl-NAME, which reads evaluations."""
 
     def check(_: object, paths: Sequence[str]) -> None:
         from scalerl_jax.scaling.commands import reading

@@ -53,12 +53,12 @@ from scalerl_jax.run.setup import expected_of, given_servers
 from scalerl_jax.system import platforms, signals
 
 FLAGS = flags.FLAGS
-# What completions and their scores depend on, beside the prompts; the rest of the config may change on the way.
+# Completions and their scores depend on these and on the prompts; the rest of the config may change on the way.
 _SETTINGS = ("seed", "model.sync_dtype", "model.head_precision", "numerics", "fleet.engine", "fleet.compute_dtype")
 _GROUPS = ("environment.", "mixture.", "rollout.", "evaluation.prompts", "evaluation.samples")
 
 
-# ---- What is asked ---------------------------------------------------------------------------------------------------
+# ---- The prompts and settings ----------------------------------------------------------------------------------------
 
 
 def first_of_each(rows: Sequence[Row], count: int) -> list[Row]:
@@ -73,7 +73,7 @@ def first_of_each(rows: Sequence[Row], count: int) -> list[Row]:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """See _SETTINGS."""
+    """The values of _SETTINGS and _GROUPS."""
     kept = {
         name: value
         for name, value in config_check.leaves(config).items()
@@ -86,8 +86,8 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def steps_of(workdir: str, text: str) -> list[int]:
-    """The checkpoints that --steps means, in order. Raises UserError where one is not there."""
-    from scalerl_jax.learner.checkpoint import steps_there  # Orbax, which a model folder does without
+    """The checkpoints that --steps names, in order. Raises UserError if one does not exist."""
+    from scalerl_jax.learner.checkpoint import steps_there  # Orbax, which a model folder does not need
 
     there = [0, *steps_there(os.path.join(workdir, "checkpoints"))]
     if text == "all":
@@ -106,7 +106,7 @@ def steps_of(workdir: str, text: str) -> list[int]:
 
 
 def decoder_of(config: Config) -> DecoderConfig | None:
-    """None: of a family that only its engine knows."""
+    """None for a family that only its engine knows."""
     try:
         return read_config(config.model.path)
     except ValueError:
@@ -120,18 +120,18 @@ def dtype_of(config: Config) -> np.dtype:
 
 
 def folder_weights(config: Config) -> dict[str, np.ndarray]:
-    """Of a model folder, in the sync dtype: those that its family has; of an unknown family all that are there."""
+    """The weights of a model folder, in the sync dtype: those of its family; for an unknown family all of them."""
     decoder = decoder_of(config)
     tensors = Tensors(config.model.path, decoder)
     return {name: tensors[name].astype(dtype_of(config)) for name in (tensors if decoder is None else layout(decoder))}
 
 
 def key_of(config: Config, workdir: str, step: int, inputs: Mapping[str, str]) -> str:
-    """What tells one policy, with these inputs, from another that lies in the same place."""
+    """A key that distinguishes one policy, with these inputs, from another in the same place."""
     found = hashlib.blake2b(repr(sorted(inputs.items())).encode(), digest_size=4)
     if step:
         with open(os.path.join(workdir, "checkpoints", str(step), "manifest", "metadata"), "rb") as record:
-            found.update(record.read())  # with a digest of every tensor
+            found.update(record.read())  # has a digest of every tensor
     else:
         for name in sorted(os.listdir(config.model.path)):
             if name.endswith((".safetensors", ".json")):
@@ -151,7 +151,7 @@ def checkpoint_weights(config: Config, workdir: str, step: int) -> dict[str, np.
 
 
 def compute_of(workdir: str) -> dict[int, dict[str, Any]]:
-    """What a run had cost at each step: the columns of the ledger, for the curve's axis."""
+    """The cost of a run at each step: the columns of the ledger, for the curve's axis."""
     path = os.path.join(workdir, "metrics.jsonl")
     if not workdir or not os.path.exists(path):
         return {}
@@ -167,7 +167,7 @@ def main(given: GivenConfig) -> None:
     signals.be(signals.EXIT)
     signals.expect("interrupted: the same command goes on")
 
-    # ---- 1. The prompts, and which policies are asked ----------------------------------------------------------------
+    # ---- 1. The prompts, and the policies to evaluate ----------------------------------------------------------------
     config = asked(given)
     for line in compute_dtype.settle(config, FLAGS.workdir):
         print(line, file=sys.stderr)
@@ -186,7 +186,7 @@ def main(given: GivenConfig) -> None:
     for line in remarks:
         print(line, file=sys.stderr)
 
-    # ---- 2. What is not there yet ------------------------------------------------------------------------------------
+    # ---- 2. What is still missing ------------------------------------------------------------------------------------
     out = FLAGS.out or os.path.join(workdir, "evaluations", *([] if workdir else [name]))
     entry.check_out("--out", out)
     with contextlib.ExitStack() as stack:
@@ -209,17 +209,17 @@ def main(given: GivenConfig) -> None:
                 folder.add_row({"step": step, "key": keys[step], **compute.get(step, {}), **there.row()})
         found = [row for row in folder.rows() if row["step"] in steps]
 
-    # ---- 3. What came of it ------------------------------------------------------------------------------------------
+    # ---- 3. Results --------------------------------------------------------------------------------------------------
     console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
-        console.width = 160  # a log is not folded
+        console.width = 160  # lines of a log are not wrapped
     console.print(evaluation_table(found, workdir or name))
     console.print(f"completions and numbers: {out}", markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer) -> Iterator[Evaluator]:
-    """The servers that are given, or local ones; the scorer; and the evaluator over them."""
+    """Starts the given or local servers, the scorer, and the evaluator over them."""
     requests, decoder = Requests(config, tokenizer), decoder_of(config)
     given = given_servers(config, FLAGS.servers)
     maximum_tokens = config.rollout.max_prompt_tokens + requests.maximum_tokens

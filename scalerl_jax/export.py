@@ -24,7 +24,7 @@ def export(*, workdir: str, out: str, dtype: str = "", model: str = "", adapter:
     """Writes the folder `out`, whole or not at all; returns the step of the checkpoint it holds.
 
     dtype "": the run's sync dtype; model "": the run's config.model.path; adapter: without the policy that it adapts.
-    Raises entry.UserError, one line, where something is missing, unreadable, or `out` exists.
+    Raises entry.UserError, one line, if something is missing or unreadable, or if `out` exists.
     """
     if os.path.exists(out):
         raise entry.UserError(f"--out={out}: exists already")
@@ -45,7 +45,7 @@ def export(*, workdir: str, out: str, dtype: str = "", model: str = "", adapter:
         if not os.path.isdir(model):
             raise entry.UserError(f"{model}: the model the run started from is not there; --model says where it is")
         decoder = read_config(model)
-        # Orbax and jax, which take seconds: what is wrong with the flags has been said.
+        # Orbax and jax, which take seconds: by now wrong flags have been reported.
         from scalerl_jax.learner.checkpoint import read_newest
         from scalerl_jax.learner.make_trainer import lora_of, policy_of
         from scalerl_jax.model.hf_folder import write_model_folder

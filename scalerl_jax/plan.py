@@ -28,7 +28,7 @@ from scalerl_jax.system.files import plain, write_whole
 
 
 def main(config_given: GivenConfig) -> None:
-    # ---- 1. What is planned, and for which machine: mistakes are told before anything is compiled --------------------
+    # ---- 1. The plan's subject and machine: mistakes are reported before anything is compiled ------------------------
     early_checks.plan(config_given, ())
     config = config_given.config()
     if config.model.compute_dtype == "auto":  # as on the accelerator
@@ -59,7 +59,7 @@ def main(config_given: GivenConfig) -> None:
         server = generators.find_server(given.GENERATOR.value) if given.GENERATOR.value else None
     question = Question(config, decoder, machine, work, given.PEAK_SHARE.value)
 
-    # ---- 2. The config's own layout, and where it does not fit the nearest that does ---------------------------------
+    # ---- 2. The config's own layout, and if it does not fit the nearest that does ------------------------------------
     console = make_console()
     say(console, f"decoder of {source}")
     with entry.user_mistakes():

@@ -56,9 +56,9 @@ _ADAMW = OptimizerConfig(beta1=0.9, beta2=0.95, epsilon=1e-8, max_grad_norm=1.0)
 _CROSS_ENTROPY = ObjectiveConfig(loss="cross_entropy")  # type: ignore[arg-type]  # no loss of RL
 _FINAL_RATE = 0.1  # of the peak, at the end of the cosine
 _EVALUATED_ROWS = 8  # micro-batches that are scored at once
-_OUTDATED = "model.outdated"  # beside a model that a changed config is making again
-_TAKEN = "traces_taken"  # of files, before the update that comes next, in a checkpoint's manifest
-_INITIAL = 4  # a stream of random numbers, beside those of traces.py and environments/arithmetic.py
+_OUTDATED = "model.outdated"  # beside a model that a changed config will replace
+_TAKEN = "traces_taken"  # traces of files taken before the next update, in a checkpoint's manifest
+_INITIAL = 4  # a stream of random numbers, separate from those of traces.py and environments/arithmetic.py
 
 
 # ---- The decoder and its tokenizer ---------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
             raise ValueError(f"config.sft.model_file={error}") from error
     else:
         sizes = {name: getattr(sft, name) for name in SIZES}
-        # At these sizes a head of its own would be a third of the parameters.
+        # At these sizes an untied head would be a third of the parameters.
         decoder = DecoderConfig(**sizes, tied_embeddings=True)
     if decoder.vocab_size < tokenizer.vocabulary:
         raise ValueError(f"the decoder has {decoder.vocab_size} tokens, the tokenizer {tokenizer.vocabulary}")
@@ -116,7 +116,7 @@ def schedule_of(config: Config) -> optax.Schedule:
 
 
 def trainer_of(config: Config, decoder: DecoderConfig, *, longest: int) -> Trainer:
-    """`longest`: tokens of the longest example."""
+    """longest: tokens of the longest example."""
     sft = config.sft
     return make_trainer(
         config,
@@ -140,7 +140,7 @@ def initial_params(config: Config, decoder: DecoderConfig, trainer: Trainer, dty
 def relevant(config: Config) -> Config:
     """The fields that the warm start depends on; the rest at their defaults, so that it may change between runs.
 
-    Raises ValueError where the parts of a mixture do not agree on how the prompts of files are rendered.
+    Raises ValueError if the parts of a mixture do not agree on how the prompts of files are rendered.
     """
     kept = Config(seed=config.seed, sft=config.sft, telemetry=config.telemetry)
     if config.sft.model_path:  # a new decoder has no adapter
@@ -159,7 +159,7 @@ def relevant(config: Config) -> Config:
     kept.rollout.end_of_thinking = config.rollout.end_of_thinking
     kept.rollout.thinking_budget_max = int(config.rollout.thinking_budget_max > 0)
     kept.rollout.thinking_budget_min = 0
-    if not config.sft.traces:  # traces of files are interrupted or not as they are
+    if not config.sft.traces:  # traces of files are interrupted or not, whatever the config
         kept.rollout.length_control = config.rollout.length_control
     for name in ("compute_dtype", "sync_dtype", "head_precision"):
         setattr(kept.model, name, getattr(config.model, name))
@@ -175,9 +175,9 @@ def _relevant(environment: EnvironmentConfig, *, made_here: bool) -> Environment
 
 
 def evaluation_loss(trainer: Trainer, examples: Sequence[Example]) -> float:
-    """The mean negative log-likelihood of their loss tokens, nats."""
+    """The mean negative log-likelihood of the examples' loss tokens, in nats."""
     total, count = 0.0, 0
-    capacity = _EVALUATED_ROWS * trainer.rows * trainer.seq_len  # positions at once: more would have to lie in memory
+    capacity = _EVALUATED_ROWS * trainer.rows * trainer.seq_len  # positions at once, which bounds the memory
     some: list[Example] = []
     for at, example in enumerate(examples):
         some.append(example)
@@ -194,7 +194,7 @@ def evaluation_loss(trainer: Trainer, examples: Sequence[Example]) -> float:
 
 
 def outdated(folder: RunFolder) -> bool:
-    """Whether the model there is of another config than the one asked for now, so that it has to be made again."""
+    """Whether the existing model was made with another config than the current one, so that it must be made again."""
     changed = any(change.kind != continuing.FREE for change in folder.changes)
     return changed or os.path.exists(folder.path(_OUTDATED))
 
@@ -207,7 +207,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
     signals.be(signals.EXIT)
     signals.expect("interrupted before the first update: the same command begins again")
     with explain_write_errors(workdir), contextlib.ExitStack() as stack:
-        # ---- 1. The run folder; nothing to do where the model is there ---------------------------------------------
+        # ---- 1. The run folder; nothing to do if the model exists --------------------------------------------------
         chosen = compute_dtype.settle(config, workdir)
         with entry.user_mistakes():
             kept = relevant(config)
@@ -227,7 +227,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             tokenizer = Tokenizer(tokenizer_folder)
             decoder = decoder_config(config, tokenizer)
             if config.sft.model_path and saved is None:
-                Tensors(config.sft.model_path, decoder)  # what is wrong there is said before traces are tokenized
+                Tensors(config.sft.model_path, decoder)  # faults there are reported before traces are tokenized
             traces: built_in.BuiltInTraces | trace_files.FileTraces
             if config.sft.traces:
                 traces = trace_files.FileTraces(
@@ -239,7 +239,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             longest = max([traces.longest, *(len(example.tokens) for example in held_out)])
             trainer = trainer_of(config, decoder, longest=longest)
 
-        # ---- 3. Begin, or go on ------------------------------------------------------------------------------------
+        # ---- 3. Begin, or resume -----------------------------------------------------------------------------------
         checkpoints = Checkpoints(folder.path("checkpoints"), keep=2)
         stack.callback(checkpoints.close)
         with entry.user_mistakes():
@@ -259,7 +259,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
                 manifest[_TAKEN] = traces.taken
             trainer.save(checkpoints, step, manifest=manifest, arrays={"update": np.asarray([step])})
 
-        if there:  # first, since the config that is written next is no longer this model's
+        if there:  # first, since the config written next is no longer this model's
             files.write_whole(folder.path(_OUTDATED), "model/ is of the config before\n")
         if not start and os.path.exists(folder.path("metrics.jsonl")):
             jsonl.cut(folder.path("metrics.jsonl"), -1)  # the row of step 0 is rewritten

@@ -73,7 +73,7 @@ def train(config: Config) -> None:
     if FLAGS.exit_with_parent:
         signals.request_with_parent()
     with explain_write_errors(FLAGS.workdir), contextlib.ExitStack() as stack:
-        # ---- 0. One host of several: the first goes on here, the others do what it tells them and never return ------
+        # ---- 0. One host of several: the first continues here, the others run its commands and never return ---------
         with entry.user_mistakes():
             stack.enter_context(maintenance.watched(FLAGS.maintenance))
             lead = enter(config, FLAGS, stack)
@@ -102,7 +102,7 @@ def train(config: Config) -> None:
                 stack.enter_context(at)
                 print(f"metrics at http://{FLAGS.metrics_host}:{at.port}/metrics", file=sys.stderr)
         print(*filter(None, [goes_on]), *chosen, *given.remarks, sep="\n", file=sys.stderr)
-        with entry.user_mistakes(ScorerError):  # a reward that cannot be is said before anything is started, too
+        with entry.user_mistakes(ScorerError):  # a wrong reward is reported before anything is started, too
             scorer = Scorer(
                 config, decode=given.tokenizer.decode_completion, rows=rows.train,
                 replies=Replies(config, given.tokenizer), turn_tokens=given.requests.turn_tokens,
@@ -121,7 +121,7 @@ def train(config: Config) -> None:
                     config, folder.workdir, maximum_tokens=given.maximum_tokens, share=config.fleet.gpu_share,
                     generators=not addresses, teachers=folders,
                 )  # fmt: skip
-            # Everything from here on is compute of the run.
+            # From here on all compute counts as the run's.
             ledger = Ledger(
                 folder.path("ledger.json"),
                 trainer_devices=jax.device_count(),
@@ -131,7 +131,7 @@ def train(config: Config) -> None:
         if local is not None:
             stack.enter_context(local)  # they start while the update is compiled
 
-        # ---- 2. The trainer: begin, or go on with parameters, optimizer, history of every prompt, logs ---------------
+        # ---- 2. The trainer: begin, or resume with parameters, optimizer, history of every prompt, logs --------------
         with entry.user_mistakes():
             if lead is not None:
                 lead.begin(config, maximum_tokens=given.maximum_tokens, incarnation=folder.incarnation)
@@ -146,7 +146,7 @@ def train(config: Config) -> None:
                 folder.outrank(found.manifest["incarnation"])
             start = found.step if found else 0
             folder.resume(start)
-            # Too little memory is told here, and not at step 120.
+            # Too little memory is reported here, and not at step 120.
             refuse = config.learner.too_little_memory == "refuse"
             memory_note = memory_estimate.check_memory(trainer, longest=given.maximum_tokens, refuse=refuse)
 
@@ -182,7 +182,7 @@ def train(config: Config) -> None:
         stack.callback(fleet.close)
         exported.fleet = fleet.status
 
-        # ---- 4. What watches, evaluates, saves and writes down -------------------------------------------------------
+        # ---- 4. Watching, evaluating, saving and logging -------------------------------------------------------------
         line = stack.enter_context(ProgressLine("train", updates=config.max_steps, step=start))
         report = stack.enter_context(ReportWriter(folder.workdir))
         forecast = stack.enter_context(LiveForecast(updates=config.max_steps, say=line.say))
@@ -210,7 +210,7 @@ def train(config: Config) -> None:
         )
 
         def serve_fleet() -> None:
-            """What the trainer's thread owes the fleet while it waits."""
+            """The fleet's work for the trainer's thread while it waits."""
             parity.attend(saving.step)
             status = fleet.status()
             waits.hold(status["waits_for"])
@@ -218,7 +218,7 @@ def train(config: Config) -> None:
             evaluations.collect()
 
         def wait() -> None:
-            """Again and again in a wait for the fleet. Raises Interrupted: the state is that of `saving.step`."""
+            """Called repeatedly while waiting for the fleet. Raises Interrupted: the state is that of `saving.step`."""
             signals.raise_if_interrupted()
             if local is not None:
                 local.check()
@@ -236,31 +236,31 @@ def train(config: Config) -> None:
         end_of_thinking = given.tokenizer.encode(config.rollout.end_of_thinking) if thinks else ()
         with entry.user_mistakes(FleetError, ProbeError, ScorerError, StartError):
             fleet.start()
-            # From here on a signal is only noted, and looked at where the state is that of a whole number of steps: it
+            # From here on a signal is only noted, and acted on where the state is that of a whole number of steps: it
             # is until a gradient is applied.
             signals.be(signals.HOLD)
             stack.enter_context(saving.when_interrupted(serve_fleet))
             fleet.publish(*trainer.version(start))
             if evaluations.due(start):
                 evaluations.ask(start, wait=wait)
-            guard.raise_if_collapsed()  # rows of before
+            guard.raise_if_collapsed()  # from the rows before a restart
             ledger.begin()
             number = start
             while number < config.max_steps:
                 signals.raise_if_interrupted()
-                pending = None  # a gradient that is not applied is as large as the parameters: not beside the next one
+                pending = None  # an unapplied gradient is as large as the parameters: released before the next one
                 # 1. Wait for the groups of this number, however late.
                 try:
                     with waits.waiting():
                         groups = fleet.batch(number, wait=wait)
-                except NoPromptLeft as solved:  # config.curriculum.when_empty: the run ends where it is
+                except NoPromptLeft as solved:  # config.curriculum.when_empty: the run ends here
                     line.say(f"the run ends after step {number} of {config.max_steps}: {solved}")
                     evaluations.ask(number, wait=wait, last=True)
                     guard.raise_if_collapsed()
                     saving.save_if_due(last=True)
                     break
-                # 2. Build the batch; compute its gradient, and the log-probs by which its servers are judged. A batch
-                # with what is not the policy's is asked for again in part, and comes again.
+                # 2. Build the batch; compute its gradient, and the log-probs by which its servers are judged.
+                # Completions that are not the policy's are requested again, and then the batch comes again.
                 with ledger.trainer("busy"), waits.working():
                     batch = build(groups, config.objective, number=number, end_of_thinking=end_of_thinking)
                     beside = parity.beside(groups, batch)
@@ -271,7 +271,7 @@ def train(config: Config) -> None:
                     logprobs = pending.logprobs() if pending is not None else trainer.score(beside.segments)
                     if not parity.judge(groups, [*batch.origins, *beside.places], logprobs):
                         continue
-                    # 3. Update. A batch in which no prompt survives changes nothing, but makes a version all the same.
+                    # 3. Update. A batch in which no prompt survives changes nothing, but still makes a version.
                     step, trained = number + 1, {}
                     if pending is not None:
                         trained = off_policy_metrics(batch.segments, logprobs)
@@ -284,12 +284,12 @@ def train(config: Config) -> None:
                     version = trainer.version(step)
                 ledger.finished_groups(groups)
                 saving.step = number = step
-                # 4. What the fleet may draw next depends on these outcomes: they come before the version is out.
+                # 4. What the fleet may draw next depends on these outcomes: recorded before the version is published.
                 curriculum.record(step - 1, batch.outcomes)
                 fleet.publish(*version)
                 fleet.advance(step)
                 parity.trained(step)
-                # 5. Write it down.
+                # 5. Write the row.
                 values = {
                     **trained,
                     **waits.drain(),
@@ -302,13 +302,13 @@ def train(config: Config) -> None:
                     **forecast.collect(),
                 }
                 metrics.write(step, groups, batch, values, waiting=fleet.waiting())
-                # 6. Evaluate, then save: a run that goes on from here would lack the rows of earlier evaluations.
+                # 6. Evaluate, then save: a run that resumes from here would lack the rows of earlier evaluations.
                 if evaluations.due(step):
                     evaluations.ask(step, wait=wait)
-                guard.raise_if_collapsed()  # what has collapsed is not saved
+                guard.raise_if_collapsed()  # a collapsed policy is not saved
                 saving.save_if_due()
 
-    # ---- 6. What came of it ------------------------------------------------------------------------------------------
+    # ---- 6. Results --------------------------------------------------------------------------------------------------
     signals.expect("interrupted: the run is finished; the same command shows its results")
     signals.be(signals.EXIT)
     summary.show(FLAGS.workdir)

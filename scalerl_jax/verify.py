@@ -59,12 +59,12 @@ COMPLETION, ENVIRONMENT = "completion", "environment"  # columns
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """A row of the file and what became of it."""
+    """A row of the file, with its score."""
 
     columns: Mapping[str, Any]
     row: Row
     score: Score
-    seconds: float  # by clock
+    seconds: float  # elapsed
 
 
 def read_rows(paths: Sequence[str], config: Config) -> Iterator[tuple[Mapping[str, Any], Row]]:
@@ -85,13 +85,13 @@ def read_rows(paths: Sequence[str], config: Config) -> Iterator[tuple[Mapping[st
 
 
 def _layout(given: str) -> tuple[str, str]:
-    """(layout, path) of what a command line names; "": the config's columns."""
+    """(layout, path) of a command-line argument; layout "": the config's columns."""
     layout, _, path = given.partition(":")
     return (layout, path) if layout in LAYOUTS and not os.path.exists(given) else ("", given)
 
 
 def _row(name: str, found: Mapping[str, Any], configs: Mapping[str, Config], layout: str) -> Row:
-    """Raises Malformed."""
+    """The row of a record of the file. Raises Malformed."""
     if not isinstance(found.get(COMPLETION), str):
         raise Malformed(f"has no text {COMPLETION!r} ({columns_lib.keys(found)})")
     part = ""
@@ -103,7 +103,7 @@ def _row(name: str, found: Mapping[str, Any], configs: Mapping[str, Config], lay
     columns = {key: value for key, value in found.items() if key not in (COMPLETION, ENVIRONMENT)}
     prompt = LAYOUTS[layout].prompt if layout else environment.columns.prompt
     if columns_lib.find(columns, prompt) is columns_lib.MISSING:
-        columns[prompt] = name  # no score that needs the prompt will be content with it
+        columns[prompt] = name  # a placeholder, of no use to a score that needs the prompt
     if layout:
         if LAYOUTS[layout].kind != environment.name:
             raise ValueError(f"{layout}: is a layout for config.environment.name={LAYOUTS[layout].kind}")
@@ -123,13 +123,13 @@ def _row(name: str, found: Mapping[str, Any], configs: Mapping[str, Config], lay
 def judge(
     rows: Sequence[tuple[Mapping[str, Any], Row]], config: Config, *, thinking: str, line: ProgressLine | None = None
 ) -> list[Judged]:
-    """Every row judged. thinking: as the flag; "": as in a run. Raises ScorerError where nothing can be scored."""
+    """Scores every row. thinking: as the flag; "": as in a run. Raises ScorerError if nothing can be scored."""
     alone = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, length_control="none"))
     rendered = _rendered(config) if not thinking else _as_it_is
     workers = max(part.environment.verifier_processes for part in parts.configs(config).values())
     with contextlib.ExitStack() as stack:
         scorer = stack.enter_context(Scorer(alone, decode=_no_tokens, everywhere=True, rows=[row for _, row in rows]))
-        # One thread for each process that scores: a row waits for no other, and its time is its own.
+        # One thread for each scoring process: a row waits for no other, so its time is only its own.
         threads = stack.enter_context(concurrent.futures.ThreadPoolExecutor(workers))
         stack.callback(threads.shutdown, cancel_futures=True, wait=False)
 
@@ -153,7 +153,7 @@ def judge(
 
 
 def split(text: str, config: Config, *, thinking: str, prompt: str = "") -> tuple[str, str | None]:
-    """(thinking, answer) of a completion's text; the answer is None where it has none. prompt: rendered."""
+    """(thinking, answer) of a completion's text; answer None if it has none. prompt: as rendered."""
     end = config.rollout.end_of_thinking
     if not thinking:
         return split_as_run(text, end, prompt=prompt, budget=config.rollout.thinking_budget_max)
@@ -163,7 +163,7 @@ def split(text: str, config: Config, *, thinking: str, prompt: str = "") -> tupl
 
 
 def _rendered(config: Config) -> Callable[[Row], str]:
-    """The prompt of a row as a run asks it, as far as it tells whether thinking is open. Raises ValueError."""
+    """A row's prompt as a run renders it, where that decides whether thinking is open. Raises ValueError."""
     file = os.path.join(config.model.path, "tokenizer.json")
     if config.rollout.thinking_budget_max > 0 or not config.rollout.end_of_thinking:
         return _as_it_is  # thinking ends at the marker, whatever opened it
@@ -216,7 +216,7 @@ def show(found: Sequence[Judged], console: Console, *, most: int) -> None:
 
 
 def totals(found: Sequence[Judged]) -> Iterator[str]:
-    """Lines on all rows."""
+    """The lines about all rows."""
     correct = sum(each.score.correct for each in found)
     reward = statistics.fmean(each.score.reward for each in found)
     failed = sum(each.score.failed for each in found)
@@ -236,7 +236,7 @@ def totals(found: Sequence[Judged]) -> Iterator[str]:
 
 
 def as_jsonl(found: Iterable[Judged]) -> str:
-    """Every row of the file with its score beside its columns."""
+    """Every row of the file with its columns and its score."""
     return "".join(
         json.dumps({**each.columns, "score": {**vars(each.score), "seconds": round(each.seconds, 6)}}) + "\n"
         for each in found
@@ -244,12 +244,12 @@ def as_jsonl(found: Iterable[Judged]) -> str:
 
 
 def _plain(text: str) -> Text:
-    """For a cell of the table: without the control characters, which would reach the terminal."""
+    """The text for a cell of the table, without control characters, which would reach the terminal."""
     return Text("".join(c if c.isprintable() else " " for c in text))
 
 
 def show_prompts(config: Config, console: Console, *, most: int) -> None:
-    """What a run would ask. most: prompts of each kind. Raises ValueError as a run's start does."""
+    """Prints the prompts of a run. most: prompts of each kind. Raises ValueError as a run's start does."""
     if not config.model.path:
         raise entry.UserError("config.model.path is empty: prompts are rendered and counted by a model's tokenizer")
     with entry.user_mistakes():
@@ -290,7 +290,7 @@ def main(config: Config, arguments: list[str]) -> None:
         config.environment.name = values.environment
     console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
-        console.width = 140  # a log is not folded
+        console.width = 140  # lines of a log are not wrapped
     if values.prompts:
         if arguments or values.out is not None:
             raise entry.UserError("--prompts judges nothing: it goes without files and --out")

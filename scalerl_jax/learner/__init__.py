@@ -1,1 +1,1 @@
-"""What one update is: packing, the compiled step, the optimizer, checkpoints."""
+"""The parts of an update: packing, the compiled step, the optimizer, checkpoints."""

@@ -1,57 +1,57 @@
-"""From a batch of finished groups to what the update trains on.
+"""From a batch of finished groups to the segments that the update trains on, with metrics of the batch.
 
     r = the score's reward;  cut by the token budget: exclude (leaves mean, std, weights and G) or penalize (r = -1)
     advantages, then one weight per loss token (objective/), then one segment per counted completion
 
-With a teacher (`objective.distill`), every prompt that has one is trained on, whatever its rewards; where these leave
-no variance, or are not to be learned from, the prompt has the teacher's part alone:
+With a teacher (`objective.distill`), every prompt that has one is trained on, whatever its rewards; where these have no
+variance, or are not to be learned from, the prompt has only the teacher's term:
 
     A_t = reward_weight Ahat - distill_weight (logp_gen_t - logp_teacher_t)     `sampled`; of the other forms without
                                                                                 the second term: theirs is in the loss
-The second term is no part of the normalization: it is in nats, and each token answers for its own divergence alone.
+The second term is not normalized: it is in nats, and belongs to each token alone.
 
 Loss tokens are the sampled ones: the forced interruption phrase is context, never trained on.
 The staleness of a token is the number of the batch it is trained in minus the policy step that sampled it.
 
 How evenly the router spreads tokens over experts: numbers of one step, for metrics.jsonl.
 
-Of each layer, with n_e the tokens that came to expert e (padding left out):
+Per layer, with n_e the tokens routed to expert e (padding left out):
 
     load   = max_e n_e / mean_e n_e          1: all alike; E / k: k experts get everything
     unused = share of the experts with n_e = 0
     moved  = share of the pairs (token, expert) of router replay that the router itself would not have made
 
-An expert that nothing comes to no longer learns; a load that rises says that the router collapses, and on a mesh whose
-axis `expert` is above 1 it is the time that the fullest device takes. Nothing here acts on the router.
+An expert without tokens no longer learns; a rising load means that the router collapses, and on a mesh whose axis
+`expert` is above 1 it sets the time of the fullest device. Nothing here acts on the router.
 
-Whether completions repeat themselves, by the tokens that were sampled.
+Whether completions repeat themselves, from the sampled tokens.
 
     repeated(y)   = 1 - (distinct 4-grams of y) / (4-grams of y)      seq-rep-4 of Welleck et al. (arXiv 1908.04319)
     repetition    = mean over completions of repeated(y)
     repetitive    = share of completions whose last 512 tokens have repeated > 1/2: they end in a loop
 
-Text that goes on has some of its 4-grams twice (the quickstart's chains of sums a tenth, and no completion a half); a
-loop has nothing else within a few rounds. The end alone is looked at, since that is where loops are: a completion that
-fell into one goes on until the budget cuts it.
+Ordinary text has some of its 4-grams twice (the quickstart's chains of sums a tenth, and no completion a half); a loop
+has nothing else within a few rounds. Only the end is checked, since loops are there: a completion in a loop continues
+it until the budget cuts it.
 
 4-grams are compared by a 64-bit hash, sorted: that two of a completion hash alike and differ has a chance below 1e-11.
 
-How far the policy that is trained is from those that sampled the batch, from the log-probs of its loss tokens.
+How far the trained policy is from those that sampled the batch, from the log-probs of its loss tokens.
 
     d_t = logp_train_t - logp_gen_t,  rho_t = exp(d_t)                      of loss token t of completion i
     mismatch_p99                      99th percentile of |d_t| over all loss tokens, exact
     effective_sample_size_sequence    ESS of the N weights w_i = prod_t rho_t, which importance sampling of whole
                                       completions would give them
     effective_sample_size_geometric   ESS of the N weights w_i = exp(mean_t d_t), GSPO's ratio
-    ESS(w) = (sum w)^2 / (N sum w^2)  Kish's, as a share of the N completions: from 1/N to 1, 1 where all weigh alike
+    ESS(w) = (sum w)^2 / (N sum w^2)  Kish's, as a share of the N completions: from 1/N to 1, 1 if all weights are equal
 
-The variance of log prod rho grows with the length, so the first ESS falls to a few completions in a long-reasoning run
-that is well; the second one has no such slope. Weights are compared as logarithms with the greatest taken away: a
+The variance of log prod rho grows with the length, so the first ESS falls to a few completions even in a healthy run
+with long reasoning; the second one has no such slope. Weights are compared as logarithms, less the largest one: a
 product of ten thousand ratios fits no float.
 
-Everything else of the kind is a sum that comes with the gradient (objective/losses.py). These are no sums: a percentile
-needs the tokens, a completion's product its whole row. The log-probs are on the host in any case, since each is judged
-before the update is applied; so the device computes nothing more, and how the batch was packed has no part in it.
+All similar metrics are sums that come with the gradient (objective/losses.py). These are not sums: a percentile needs
+the tokens, a completion's product its whole row. The log-probs are on the host in any case, since servers are judged by
+them before the update is applied; so the device computes nothing more, and the packing of the batch has no effect.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ from scalerl_jax.objective import advantages, token_weights, turn_advantages
 
 
 class Group(Protocol):
-    """The completions of one prompt, and what each is worth."""
+    """The completions of one prompt, with their scores."""
 
     @property
     def row(self) -> Row: ...
@@ -84,20 +84,21 @@ class Group(Protocol):
 
     @property
     def teachers(self) -> Sequence[Sequence[TeacherScores]] | None:
-        """Of each completion, one for each of its branches: of the branch's prompt and tokens. None: no teacher."""
+        """For each completion, the scores of its branches, each over the branch's prompt and tokens. None: no
+        teacher."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One update's input and what there is to say of it."""
+    """One update's input, and its metrics."""
 
     segments: list[Segment]  # empty: no prompt survives, the optimizer does not step
-    origins: list[tuple[int, int, int]]  # of each segment: (group, completion, branch), as places in the batch
+    origins: list[tuple[int, int, int]]  # of each segment: indices of (group, completion, branch) in the batch
     outcomes: list[tuple[int, int, int]]  # (prompt index, correct, completions) for the curriculum
     metrics: dict[str, float]
     lags: Counter  # staleness -> loss tokens, of every sampled token, trained on or not
     rewards: np.ndarray  # [prompts, group] float64
-    prompt_tokens: int  # of the segments, prompts and forced tokens included: what the trainer computes
+    prompt_tokens: int  # of the segments, prompts and forced tokens included: all tokens that the trainer computes
 
 
 def build(
@@ -105,7 +106,7 @@ def build(
 ) -> Batch:
     """Batch `number` from its groups, all of one size.
 
-    end_of_thinking: the token ids that the thinking ends with; how many completions lack them is measured.
+    end_of_thinking: the token ids of the end of thinking; the share of completions without them is measured.
     """
     completions = [list(group.completions) for group in groups]
     truncated = np.array([[c.finish_reason == "length" for c in row] for row in completions])
@@ -150,7 +151,7 @@ def build(
                 divergences.append(difference[mask])
                 if objective.distill == "sampled":
                     worth = worth - objective.distill_weight * difference
-                    teacher = None  # that is all of it
+                    teacher = None  # the advantage has all of it
             origins.append((p, i, b))
             segments.append(
                 Segment(
@@ -205,18 +206,18 @@ def build(
 
 
 def _turns(completion: Completion) -> int:
-    """An agent's run counts as one: its turns need not be one behind the other."""
+    """Number of turns; an agent's run counts as one, since its turns need not follow each other."""
     return 1 + len(completion.replies) if completion.prompt is None else 1
 
 
 def _turn_numbers(branch: Completion) -> np.ndarray:
-    """[tokens] int: in which turn each was sampled."""
+    """[tokens] int: the turn in which each token was sampled."""
     starts = [start for start, _ in branch.replies] if branch.prompt is None else []
     return np.searchsorted(starts, np.arange(len(branch.token_ids)), side="right")
 
 
 def _returns(groups: Sequence[Group], rewards: np.ndarray, truncated: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What a turn and all behind it are worth, and whether there is such a turn: [prompts, group, turns]."""
+    """The return of each turn, itself included, and whether there is such a turn: [prompts, group, turns]."""
     counts = np.array([[_turns(completion) for completion in group.completions] for group in groups])
     has = np.arange(counts.max()) < counts[:, :, None]
     returns = np.repeat(rewards[:, :, None], counts.max(), axis=2)
@@ -229,12 +230,12 @@ def _returns(groups: Sequence[Group], rewards: np.ndarray, truncated: np.ndarray
 
 
 def prompt_of(branch: Completion, row: Row) -> np.ndarray:
-    """[tokens] int32."""
+    """The tokens of a branch's prompt, [tokens] int32."""
     return np.asarray(row.token_ids if branch.prompt is None else branch.prompt, np.int32)
 
 
 def _contains(tokens: np.ndarray, wanted: Sequence[int]) -> bool:
-    """Whether `wanted` stands somewhere in tokens [t], on end."""
+    """Whether `wanted` occurs contiguously in tokens [t]."""
     if len(tokens) < len(wanted):
         return False
     windows = np.lib.stride_tricks.sliding_window_view(tokens, len(wanted))
@@ -242,7 +243,7 @@ def _contains(tokens: np.ndarray, wanted: Sequence[int]) -> bool:
 
 
 def per_token(sums: dict[str, Any]) -> dict[str, Any]:
-    """The trainer's sums as means over loss tokens, under the names the metrics use.
+    """The trainer's sums as means over loss tokens, under the names of the metrics.
 
     d = logp_train - logp_gen, rho = exp(d): mismatch is the mean of |d|, ratio that of rho, and kl (the mismatch KL)
     that of rho - 1 - d, the k3 estimator of KL(generators || trainer): never negative, of small variance, and unbiased,
@@ -272,9 +273,9 @@ _MOST_LISTED = 4096  # counts in a row of metrics.jsonl; of larger models only e
 
 
 def expert_load(tokens: np.ndarray, moved: np.ndarray | None = None) -> dict[str, Any]:
-    """Numbers, and lists of them by layer.
+    """The metrics of expert load: numbers, and lists by layer.
 
-    tokens: [layers, experts], of one step. moved: [layers] pairs; None: there is no router replay.
+    tokens: [layers, experts], of one step. moved: [layers] pairs, or None without router replay.
     """
     mean = np.maximum(tokens.mean(axis=1), 1e-9)
     load = tokens.max(axis=1) / mean
@@ -305,7 +306,7 @@ def repetition_metrics(completions: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 def repeated(tokens: np.ndarray) -> float:
-    """Share of the 4-grams that have been there before; 0 where there are none."""
+    """Share of the 4-grams that have occurred before; 0 without any."""
     count = len(tokens) - NGRAM + 1
     if count < 1:
         return 0.0
@@ -318,15 +319,15 @@ def repeated(tokens: np.ndarray) -> float:
     return float(np.count_nonzero(hashes[1:] == hashes[:-1]) / count)
 
 
-# As in the losses: a token that one side finds impossible is one bad token, and not the end of the arithmetic.
+# As in the losses: a token that one side finds impossible is one bad token, and must not overflow the rest.
 _MAXIMUM_LOG_RATIO = 20.0
 
 
 def off_policy_metrics(segments: Sequence[Segment], logprobs: Sequence[np.ndarray]) -> dict[str, float]:
-    """Of the completions that are trained on; {} without any.
+    """Off-policy metrics of the completions that are trained on; {} without any.
 
     Args:
-        logprobs: the trainer's, of each segment's tokens: [t] float32; what comes after the segments' is left out.
+        logprobs: the trainer's, of each segment's tokens: [t] float32; entries beyond the segments are ignored.
     """
     differences = [
         (ours - segment.generator_logprobs)[segment.weights > 0]  # [loss tokens] float32
@@ -355,12 +356,13 @@ def effective_size(total: float, squared: float, count: float) -> float:
     return total**2 / max(1e-30, squared * count)
 
 
-RATIO_CAP = 20.0  # on rho: what one token can do to a mean
+RATIO_CAP = 20.0  # on rho: bounds the effect of one token on a mean
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Of completions, over sampled tokens: d = logp_train - logp_gen, rho = min(exp(d), RATIO_CAP). They add up."""
+    """Sums over sampled tokens of completions, with d = logp_train - logp_gen, rho = min(exp(d), RATIO_CAP). They add
+    up."""
 
     tokens: int = 0
     difference: float = 0.0  # of |d|
@@ -391,7 +393,7 @@ class Sums:
 
 
 def sums_of(completion: Completion, logprobs: np.ndarray, start: int = 0, end: int | None = None) -> Sums:
-    """Of its tokens from `start` to `end`. logprobs: the trainer's, of the completion's tokens: [tokens] float32."""
+    """The sums over its tokens from `start` to `end`. logprobs: the trainer's, of all tokens: [tokens] float32."""
     sampled = completion.sampled()[start:end]
     difference = (np.asarray(logprobs, np.float64) - completion.logprobs)[start:end][sampled]
     ratio = np.exp(np.minimum(difference, math.log(RATIO_CAP)))

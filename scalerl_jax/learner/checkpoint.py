@@ -1,19 +1,18 @@
-"""Checkpoints of a run: written behind the training, found whole or not at all, read onto any mesh.
+"""Checkpoints of a run: written while training continues, found whole or not at all, read onto any mesh.
 
 A checkpoint is three things: `state` (a tree of arrays, sharded as they are), `arrays` (named numpy arrays: the history
 of each prompt, ...) and `manifest` (JSON). Orbax writes them; a step's folder gets its name when all of it is on disk,
-so a run killed while it saves has lost that save and nothing else.
+so a run killed while it saves loses only that save.
 
 Orbax notices files that are missing or cut short, but not a flipped bit: digests.py does.
 
-A checkpoint that cannot be read is set aside (renamed, not deleted) and the one before it is taken. One that can be
-read but is of another model is the user's mistake and stays where it is. To resume from an older one, set aside the
-newer ones.
+A checkpoint that cannot be read is set aside (renamed, not deleted) and the one before it is used. A readable one of
+another model is the user's mistake and is not moved. To resume from an older one, set aside the newer ones.
 
 On several hosts all of them call the same methods with the same arguments, on one folder that all of them see; each
 reads and writes what its devices hold, and they agree on which checkpoint can be read.
 
-Left out on purpose: which steps to save and what the manifest says are the trainer's.
+Left out on purpose: the trainer decides which steps are saved and what the manifest contains.
 """
 
 import contextlib
@@ -42,13 +41,13 @@ from scalerl_jax.system import files
 
 Tree = Any
 
-_MOST_STEPS = 64  # the newest ones, that hosts agree on
+_MOST_STEPS = 64  # the newest ones, on which hosts agree
 _CONCURRENT_GB = 2  # host memory that saving or restoring may hold at once
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What was saved under `step`."""
+    """The data saved under `step`."""
 
     step: int
     state: Tree
@@ -59,7 +58,7 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run, the newest `keep` of them; for the one process (or set of hosts) that writes them.
 
-    `also`, on one host: the steps of all -> those that are kept beside the newest.
+    `also`, on one host: from the steps of all, those that are kept besides the newest.
     """
 
     def __init__(self, directory: str, *, keep: int):
@@ -70,10 +69,10 @@ class Checkpoints:
         self._failed = False
 
     def save(self, step: int, state: Tree, *, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """Starts to save and returns once `state` may be overwritten; waits first if the last save is still going on.
+        """Starts to save and returns once `state` may be overwritten; waits first if the last save is not finished.
 
-        A step that is saved already is left as it is. Raises what the save
-        before it failed with: files.WriteError on a full disk.
+        A step that is saved already is left as it is. Raises the error of the save
+        before it: files.WriteError on a full disk.
         """
         with self._faults():
             manager = self._manager()
@@ -93,10 +92,10 @@ class Checkpoints:
             manager.save(step, args=ocp.args.Composite(**items))
 
     def restore(self, abstract: Tree) -> Checkpoint | None:
-        """The newest readable checkpoint, laid out as `abstract` (a tree of ShapeDtypeStruct) says; None: no save yet.
+        """The newest readable checkpoint, laid out as `abstract` (a tree of ShapeDtypeStruct); None: no save yet.
 
-        What is newer and cannot be read is set aside with a line in the log. Raises ValueError, one line, where the
-        checkpoint is of another model or optimizer, and where there are checkpoints but none can be read.
+        Newer ones that cannot be read are set aside and logged. Raises ValueError, one line, if the checkpoint is of
+        another model or optimizer, and if there are checkpoints but none can be read.
         """
         self.wait()
         found, broken = _newest_readable(self._directory, abstract)
@@ -104,7 +103,7 @@ class Checkpoints:
             aside = set_aside(self._directory, step, "unreadable")
             logging.warning("checkpoint %d cannot be read (%s): set aside as %s", step, why, os.path.basename(aside))
         if broken:
-            _all_hosts(True)  # the folders have their names
+            _all_hosts(True)  # the folders have been renamed
         if broken and self._opened is not None:
             self._opened.reload()
         if broken and found is not None:
@@ -112,18 +111,18 @@ class Checkpoints:
         return found
 
     def wait(self) -> None:
-        """Until what was saved is on disk; raises what saving failed with."""
+        """Waits until the saves are on disk; raises the error of a failed one."""
         if self._opened is not None:
             with self._faults():
                 self._opened.wait_until_finished()
                 self._opened.check_for_errors()
 
     def close(self) -> None:
-        """Waits for what is being saved. What a save has failed with is raised once, here or before."""
+        """Waits for the current save. The error of a failed save is raised once, here or before."""
         if self._opened is None:
             return
         if self._failed:
-            with contextlib.suppress(Exception):  # the same again
+            with contextlib.suppress(Exception):  # the same error again
                 self._opened.close()
         else:
             self.wait()
@@ -132,7 +131,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _faults(self) -> Iterator[None]:
-        """Around what writes: a disk that is full, read-only or gone is a WriteError."""
+        """Wraps writing: a disk that is full, read-only or gone raises WriteError."""
         try:
             yield
         except Exception as error:
@@ -145,7 +144,7 @@ class Checkpoints:
     def _manager(self) -> ocp.CheckpointManager:
         if self._opened is None:
             logging.get_absl_logger().addFilter(_raised_anyway)
-            std_logging.getLogger("asyncio").addFilter(_raised_anyway)  # "never retrieved", of writes beside it
+            std_logging.getLogger("asyncio").addFilter(_raised_anyway)  # "never retrieved", of concurrent writes
             _drop_late_writes()
             handler = functools.partial(
                 ocp.StandardCheckpointHandler, save_concurrent_gb=_CONCURRENT_GB, restore_concurrent_gb=_CONCURRENT_GB
@@ -163,7 +162,7 @@ class Checkpoints:
 
 @dataclasses.dataclass(frozen=True)
 class _Kept(PreservationPolicy):
-    """Which checkpoints Orbax leaves on disk: the newest `count`, and those of `also`."""
+    """The checkpoints that Orbax leaves on disk: the newest `count`, and those of `also`."""
 
     count: int
     also: Callable[[Sequence[int]], Collection[int]]
@@ -177,15 +176,15 @@ class _Kept(PreservationPolicy):
 
 
 def _raised_anyway(record: std_logging.LogRecord) -> bool:
-    """Whether a line is for the log: what Orbax's threads fail with is raised by wait(), once, without their traces."""
+    """Whether a line is logged: errors of Orbax's threads are raised by wait(), once, without their traces."""
     where = record.pathname + record.getMessage()
     return not (record.exc_info and (f"{os.sep}orbax{os.sep}" in where or ".orbax-checkpoint-tmp" in where))
 
 
 def _drop_late_writes() -> None:
-    """Where one write fails, Orbax closes its event loop, and the writes beside it, which end later, find it closed.
+    """If one write fails, Orbax closes its event loop, and concurrent writes, which end later, find it closed.
 
-    tensorstore gives that to sys.unraisablehook, a trace for each write; it says nothing new.
+    tensorstore passes that to sys.unraisablehook, a trace for each write; it adds no information.
     """
     before = sys.unraisablehook
     if getattr(before, "drops_late_writes", False):
@@ -202,7 +201,7 @@ def _drop_late_writes() -> None:
 def read_newest(directory: str, part: str) -> Checkpoint:
     """The newest readable checkpoint, but only `part` of its state ("params"), on one device. Changes nothing on disk.
 
-    Raises ValueError, one line, where there is none.
+    Raises ValueError, one line, if there is none.
     """
     directory = os.path.abspath(directory)
     found, broken = _newest_readable(directory, None, part)
@@ -214,7 +213,7 @@ def read_newest(directory: str, part: str) -> Checkpoint:
 
 
 def read_step(directory: str, part: str, step: int) -> Checkpoint:
-    """Likewise that of `step`."""
+    """As read_newest, for `step`."""
     path = os.path.join(os.path.abspath(directory), str(step))
     try:
         record = _read_record(path)
@@ -237,7 +236,7 @@ def newest_step(directory: str) -> int | None:
 
 
 def _newest_readable(directory: str, abstract: Tree | None, part: str = "") -> tuple[Checkpoint | None, dict[int, str]]:
-    """(the newest readable checkpoint, what is newer and broken: step -> why). Raises ValueError if all are broken."""
+    """(the newest readable checkpoint, newer broken ones: step -> why). Raises ValueError if all are broken."""
     broken: dict[int, str] = {}
     for step in reversed(_agreed(steps_there(directory))):
         path = os.path.join(directory, str(step))
@@ -251,7 +250,7 @@ def _newest_readable(directory: str, abstract: Tree | None, part: str = "") -> t
                 with _quiet():
                     found = _load(step, path, record, wanted)
         except (MemoryError, jax.errors.JaxRuntimeError):
-            raise  # no room for it is no fault of the checkpoint's
+            raise  # too little memory is not the checkpoint's fault
         except Exception as error:  # noqa: BLE001 (Orbax and tensorstore raise bare Exception, ValueError, KeyError, OSError)
             broken[step] = _why(error)
         if mismatch is not None:
@@ -259,7 +258,7 @@ def _newest_readable(directory: str, abstract: Tree | None, part: str = "") -> t
         if not _all_hosts(found is not None):
             broken.setdefault(step, "another host cannot read it")
             continue
-        try:  # by digests that all hosts make together
+        try:  # by digests that all hosts compute together
             assert found is not None
             compare(found.state, record["state"])
         except (MemoryError, jax.errors.JaxRuntimeError):
@@ -275,7 +274,7 @@ def _newest_readable(directory: str, abstract: Tree | None, part: str = "") -> t
 
 
 def _agreed(steps: list[int]) -> list[int]:
-    """Those that the first host sees: a network's file system may show the others what was there before."""
+    """The steps that the first host sees: on a network file system others may see an older state."""
     if jax.process_count() == 1:
         return steps
     padded = np.full(_MOST_STEPS, -1, np.int64)
@@ -285,7 +284,7 @@ def _agreed(steps: list[int]) -> list[int]:
 
 
 def _all_hosts(good: bool) -> bool:
-    """Whether it is so on each of them; they wait for each other here."""
+    """Whether it is true on each host; a barrier for the hosts."""
     if jax.process_count() == 1:
         return good
     return bool(multihost_utils.process_allgather(np.array(good)).all())
@@ -297,13 +296,13 @@ def _why(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Where one read fails, the reads beside it end as pages of asyncio's "never retrieved", which say nothing new."""
+    """Suppresses asyncio's "never retrieved" pages: after one failed read, concurrent reads end with them."""
     logger = std_logging.getLogger("asyncio")
     disabled, logger.disabled = logger.disabled, True
     try:
         yield
     except BaseException as error:
-        error.__traceback__ = None  # it holds those reads
+        error.__traceback__ = None  # it keeps those reads alive
         gc.collect()
         raise
     finally:
@@ -319,16 +318,17 @@ def _read_record(path: str) -> dict[str, Any]:
 
 
 def _read(step: int, path: str, record: dict[str, Any], abstract: Tree) -> Checkpoint:
-    """Raises whatever reading raises, and OSError where a digest is wrong."""
+    """Raises any error of reading, and OSError if a digest is wrong."""
     found = _load(step, path, record, abstract)
     compare(found.state, record["state"])
     return found
 
 
 def _load(step: int, path: str, record: dict[str, Any], abstract: Tree) -> Checkpoint:
-    """The state as it was read. Raises whatever reading raises, and OSError where a digest of the arrays is wrong."""
+    """The state as read, its digests unchecked. Raises any error of reading, and OSError if a digest of the arrays is
+    wrong."""
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_CONCURRENT_GB)
-    # Each host reads by itself: one of them may find that it cannot, and the others would wait for it.
+    # Each host reads alone: if one of them found that it cannot, the others would wait for it.
     alone = ocp.options.MultiprocessingOptions(
         primary_host=jax.process_index(),
         active_processes={jax.process_index()},
@@ -372,7 +372,7 @@ _OTHERS = "it is of another model, or an earlier version of scalerl-jax saved it
 
 
 def _mismatch(record: dict[str, Any], abstract: Tree) -> str | None:
-    """In what the saved state is not what the run needs, as a line."""
+    """The first difference between the saved state and the state the run needs, as a line; None without any."""
     needed = {name: (list(leaf.shape), str(leaf.dtype)) for name, leaf in named(abstract)}
     for name, (shape, dtype) in needed.items():
         if name not in record["state"]:
@@ -385,7 +385,8 @@ def _mismatch(record: dict[str, Any], abstract: Tree) -> str | None:
 
 
 def set_aside(directory: str, step: int, why: str) -> str:
-    """Renames a step's folder so that the step can be saved again; returns the new one. why: what its name says."""
+    """Renames a step's folder so that the step can be saved again; returns the new path. why: prefix of the new
+    name."""
     number = 0
     while os.path.exists(aside := os.path.join(directory, f"{why}-{step}-{number}")):
         number += 1

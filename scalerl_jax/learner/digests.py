@@ -1,17 +1,17 @@
-"""Digests of the arrays of a checkpoint, which tell a flipped bit.
+"""Digests of the arrays of a checkpoint, which detect a flipped bit.
 
 Orbax notices files that are missing or cut short, but not a flipped bit in the data. So every checkpoint also carries
 a digest of each array, of its bytes in row-major order, however it is sharded, and reading compares:
 
-    digest(x) = SHA-256(SHA-256(block 0) SHA-256(block 1) ...)        blocks of _BLOCK bytes, hashed side by side
+    digest(x) = SHA-256(SHA-256(block 0) SHA-256(block 1) ...)        blocks of _BLOCK bytes, hashed in parallel
 
-An array that lies on several hosts is on none of them whole. Its digest is made where its shards are, and is the same
-however it is sharded: for two salts the sum over elements of
+An array on several hosts is whole on none of them. Its digest is computed where its shards are, and does not depend on
+the sharding: for two salts the sum over elements of
 
     f(bits ^ k_n)    k_0 = salt, k_d = f(k_{d-1} ^ f(i_d + 1)), i_d its place in dimension d    mod 2^32
 
-with f the last steps of MurmurHash3. It is written "elements:...", and read on any number of hosts; one of the first
-kind that is met on several hosts is compared by gathering the array, one after the other.
+with f the last steps of MurmurHash3. It is written "elements:...", and can be read on any number of hosts; a digest of
+the first kind is compared on several hosts by gathering the arrays, one after the other.
 """
 
 import concurrent.futures
@@ -44,7 +44,7 @@ def described(tree: Tree) -> dict[str, list[Any]]:
 
 
 def compare(tree: Tree, recorded: Mapping[str, Any]) -> None:
-    """Raises OSError naming an array that is not the one that was saved."""
+    """Raises OSError naming an array that differs from the saved one."""
     leaves = named(tree)
     for name, leaf in leaves:
         wanted = str(recorded[name][2])
@@ -53,12 +53,12 @@ def compare(tree: Tree, recorded: Mapping[str, Any]) -> None:
 
 
 def digests(tree: Tree) -> list[str]:
-    """Of each leaf, in the order of jax.tree.leaves. One leaf at a time is in host memory."""
+    """The digest of each leaf, in the order of jax.tree.leaves. One leaf at a time is in host memory."""
     return [_of_elements(leaf) if _on_several_hosts(leaf) else _sha256(leaf) for leaf in jax.tree.leaves(tree)]
 
 
 def fingerprint(tree: Tree) -> str:
-    """One for all leaves and their names, however they are sharded; made on their devices."""
+    """One digest of all leaves and their names, independent of the sharding; computed on their devices."""
     return hashlib.sha256("".join(f"{name} {_of_elements(leaf)}\n" for name, leaf in named(tree)).encode()).hexdigest()
 
 

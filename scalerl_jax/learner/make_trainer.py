@@ -1,4 +1,4 @@
-"""The trainer as a config has it: mesh, precision, layout and adapter; and the policy of a checkpoint of its."""
+"""The trainer of a config: mesh, precision, layout and adapter; and the policy of one of its checkpoints."""
 
 from collections.abc import Callable, Sequence
 
@@ -34,10 +34,10 @@ def make_trainer(
 
     Args:
         max_segment: see Layout.
-        seq_len, objective, optimizer: None: as the config says for RL. A warm start gives all three.
-        rows_per_step: of an update, where that may be fewer than the config has in a micro-batch; None: any number.
-        adapted: as config.lora says; a new decoder has no adapter.
-        devices: None: all there are.
+        seq_len, objective, optimizer: None: as the config has them for RL. A warm start passes all three.
+        rows_per_step: rows of an update, if they may be fewer than the config's micro-batch has; None: any number.
+        adapted: use config.lora; a new decoder has no adapter.
+        devices: None: all devices.
         make: called with the arguments of Trainer.
     """
     mesh = make_mesh(devices=devices, **{axis: getattr(config.learner, axis) for axis in MESH_AXES})
@@ -75,7 +75,7 @@ def make_trainer(
 
 
 def lora_of(config: Config, decoder: DecoderConfig) -> Lora | None:
-    """None: all parameters are trained. Raises ValueError as Lora.of."""
+    """The adapter of a config; None: all parameters are trained. Raises ValueError as Lora.of."""
     lora = config.lora
     if not lora.rank:
         return None
@@ -85,8 +85,8 @@ def lora_of(config: Config, decoder: DecoderConfig) -> Lora | None:
 
 
 def policy_of(checkpoint: Checkpoint, config: Config, decoder: DecoderConfig, *, model: str = "") -> Params:
-    """The parameters of a checkpoint; of an adapter's, with those that it was trained with, from config.model.path or
-    `model`. Raises ValueError where these are others."""
+    """The parameters of a checkpoint. An adapter's is joined with the frozen ones of config.model.path or `model`.
+    Raises ValueError if these are not those it was trained with."""
     params, lora = checkpoint.state["params"], lora_of(config, decoder)
     if lora is None:
         return params

@@ -1,6 +1,6 @@
 """Trainer memory estimate, checked before the first rollout.
 
-On each device, the most of
+On each device, the maximum of
 
     an update     state + gradient + sent + the worst micro-batch's temporaries    as XLA plans them, for full rows
     its end       state + gradient + sent + the optimizer's temporaries
@@ -8,14 +8,14 @@ On each device, the most of
 
     state         float32 parameters and both moments: 12 bytes a parameter of this device's part; of biases and norms'
                   scales 16 (optimizer.py). With an adapter those of the adapter, and the policy in the sync dtype
-    sent          the weights in the sync dtype, as the last version had them
-    reference     likewise those that the run began with, beside all three, where the loss has a KL to them
+    sent          the weights in the sync dtype, as of the last version
+    reference     likewise the initial policy, in addition to all three, if the loss has a KL to it
 
-and on the host this process as it is, a copy of the state (a checkpoint on its way) and of a whole version. On a CPU
+and on the host this process as it is, a copy of the state (a checkpoint being written) and of a whole version. On a CPU
 the two are one memory. What the plan leaves out (code, scratch of kernels) was below a tenth where it was measured.
 
-`check_memory` then runs the worst step on real buffers, with the state left as it is: what cannot be had is known
-here, and not at step 120. More than one process: each checks its own devices and host.
+`check_memory` then runs the worst step on real buffers, with the state left as it is: a failed allocation shows here,
+and not at step 120. More than one process: each checks its own devices and host.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Needs:
 
     @property
     def kept(self) -> int:
-        """What is there at every moment of an update."""
+        """Bytes in use throughout an update."""
         return self.state + self.reference + self.gradient + self.sent
 
     @property
@@ -55,7 +55,7 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes needed of one memory, and available in it. `available` is None where it is unknown."""
+    """Bytes needed and available in one memory. `available` is None if unknown."""
 
     where: str
     needed: int
@@ -73,7 +73,7 @@ class MemoryEstimate:
 
 
 def needs_of(trainer: Trainer) -> Needs:
-    """As compiled."""
+    """The needs of the compiled programs."""
     state, policy = trainer.abstract_state, trainer.abstract_policy
     sent, frozen = _on_one_device(policy), _on_one_device(trainer.abstract_frozen)
     batch, end = trainer.compile_update()
@@ -93,12 +93,12 @@ def _on_one_device(tree: Any) -> int:
 
 
 def _on_host(tree: Any) -> int:
-    """What of it this process brings to its host: one copy of each part."""
+    """Bytes that this process copies to its host: one copy of each part."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) // jax.process_count()
 
 
 def forecast(trainer: Trainer) -> list[MemoryEstimate]:
-    """Of each memory, with the state and the reference policy in it."""
+    """The estimate for each memory; the state and the reference policy are allocated already."""
     needs, device = needs_of(trainer), trainer.mesh.local_devices[0]
     parts = {
         "state": needs.state,
@@ -111,7 +111,7 @@ def forecast(trainer: Trainer) -> list[MemoryEstimate]:
     available = resident + left if left < memory.UNKNOWN else None
     stats = device.memory_stats() if device.platform != "cpu" else None
     if device.platform == "cpu":
-        # The devices of one process share its memory, and its state is in there already.
+        # The devices of one process share its memory, and its state is included already.
         devices = len(trainer.mesh.local_devices)
         needed = resident + devices * (needs.device - needs.state - needs.reference) + needs.version
         parts = {"now": resident, **{n: devices * size for n, size in parts.items() if n not in ("state", "reference")}}
@@ -126,15 +126,15 @@ def forecast(trainer: Trainer) -> list[MemoryEstimate]:
 
 
 class TooLittleMemory(ValueError):
-    """A user's mistake: one line with what would make it fit."""
+    """A user's mistake: one line with the remedies."""
 
 
 def check_memory(trainer: Trainer, *, longest: int, refuse: bool = True) -> str:
-    """Runs the worst step. Returns the line to be said; the trainer is compiled, its state is there and stays.
+    """Runs the worst step. Returns the line to log; afterwards the trainer is compiled, and its state is kept.
 
-    longest: tokens of the longest sequence that can come.
+    longest: tokens of the longest possible sequence.
 
-    Raises TooLittleMemory where it does not fit, when tried, or (refuse) by the forecast.
+    Raises TooLittleMemory if it does not fit when tried, or (refuse) by the estimate.
     """
     try:
         trainer.compile()
@@ -155,7 +155,7 @@ def check_memory(trainer: Trainer, *, longest: int, refuse: bool = True) -> str:
 
 
 def remedies(trainer: Trainer, short: MemoryEstimate | None, longest: int) -> str:
-    """What would make it fit, as the config calls it."""
+    """The changes that would make it fit, by their names in the config."""
     layout, found = trainer.layout, []
     shards = max(1, layout.rows // trainer.rows_per_shard)
     if short is None or short.available is None or needs_of(trainer).kept < short.available:

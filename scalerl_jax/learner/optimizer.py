@@ -1,25 +1,25 @@
-"""AdamW as the paper runs it: constant rate after a linear warm-up, epsilon 1e-15, float32 masters and moments.
+"""AdamW as in the paper: constant rate after a linear warm-up, epsilon 1e-15, float32 masters and moments.
 
-With decay_steps the rate falls linearly to 0 behind the warm-up, as other trainers have it.
+With decay_steps the rate falls linearly to 0 after the warm-up, as other trainers have it.
 
 The rate, the decays and the other numbers of a step are arguments of the compiled step, so another rate compiles
-nothing. Weight decay leaves biases and the norms' scales alone (the paper does not say). The warm-up counts optimizer
-steps, so a batch with no surviving prompt does not advance it.
+nothing. Weight decay excludes biases and the norms' scales (the paper does not specify it). The warm-up counts
+optimizer steps, so a batch with no surviving prompt does not advance it.
 
-At a rate of 5e-7 hardly anything reaches a float32 weight of 8, whose last bit is 9.5e-7 (.3 % of what 1,000 updates
-want of it), and 63 % one of 5; norms' scales of published models are that large. So vectors (norms' scales and biases)
-have a compensation, what rounding has kept from them so far, which goes into their next update:
+At a rate of 5e-7 a float32 weight of 8, whose last bit is 9.5e-7, receives .3 % of the sum of 1,000 updates, and one of
+5 receives 63 %; norms' scales of published models are that large. So vectors (norms' scales and biases) have a
+compensation: the rounding error so far, which is added to their next update:
 
     y = update + c;  p' = p + y;  c' = what of y is not in p'        exactly, by Knuth's two-sum
 
 Matrices have none: it would be a third moment, and their weights are small.
 
-Off by default, VCPO's step (arXiv 2602.17616): the learning rate of a step, weight decay included, is times
+Off by default, VCPO's step (arXiv 2602.17616): the learning rate of a step, weight decay included, is multiplied by
 
     sqrt(min(1, ess / ess_reference))       ess = (sum s)^2 / (n sum s^2)
 
 over the n completions that are trained on, s their importance ratios, each the product of its tokens' (batch.py),
-whatever the loss caps. The moments take the gradient as it is. Its other half, a baseline of least variance, is left
+whatever the loss caps. The moments use the unscaled gradient. Its other half, a baseline of least variance, is left
 out.
 """
 
@@ -40,12 +40,12 @@ _KEPT = {row.leaf for family in FAMILIES.values() for row in family.ROWS if not 
 
 
 def decayed(params: Params) -> Params:
-    """True at the weights that decay, as their rows say: all but biases and the norms' scales."""
+    """True at the weights that decay, by their rows: all but biases and the norms' scales."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in _KEPT, params)
 
 
 def vectors(params: Params) -> Params:
-    """Those of a tree like the parameters that have a compensation: biases and the norms' scales."""
+    """The leaves that have a compensation, biases and the norms' scales, of a tree like the parameters."""
     return {
         name: vectors(leaf) if name == "layers" else leaf
         for name, leaf in params.items()
@@ -71,7 +71,7 @@ Numbers = Mapping[str, Any]  # of one step, by their names in OptimizerConfig; f
 
 
 def numbers_of(config: OptimizerConfig, learning_rate: float) -> dict[str, float]:
-    """Of a step at this learning rate."""
+    """The numbers of a step at this learning rate."""
     names = ("beta1", "beta2", "epsilon", "weight_decay")
     return {
         **{name: float(getattr(config, name)) for name in names},
@@ -101,7 +101,8 @@ def init(params: Params) -> optax.OptState:
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> float:
-    """Of the step after `steps`: constant after a linear warm-up, or falling linearly to 0 over decay_steps."""
+    """The learning rate of the step after `steps`: constant after a linear warm-up, or falling linearly to 0 over
+    decay_steps."""
     rate = config.learning_rate * min(1.0, (steps + 1) / max(1, config.warmup_steps))
     if not config.decay_steps:
         return rate
@@ -109,7 +110,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> float:
 
 
 def step_scale(config: OptimizerConfig, effective_sample_size: float) -> float:
-    """What the learning rate of a step is times; effective_sample_size: of its completions, as a share of them."""
+    """The factor of a step's learning rate. effective_sample_size: of its completions, as a share of them."""
     if config.ess_reference == 0:
         return 1.0
     return math.sqrt(min(1.0, effective_sample_size / config.ess_reference))
@@ -118,7 +119,7 @@ def step_scale(config: OptimizerConfig, effective_sample_size: float) -> float:
 def abstract_state(params: Params, mesh: Mesh) -> optax.OptState:
     """The optimizer's state for `params` (as abstract_params): ShapeDtypeStructs.
 
-    Moments lie where their parameters lie; counters are whole everywhere.
+    Moments are sharded as their parameters; counters are replicated.
     """
     whole = NamedSharding(mesh, PartitionSpec())
 

@@ -1,6 +1,6 @@
 """From sequences of any length to micro-batches of one fixed shape.
 
-A segment is one sequence: its inputs are tokens[:-1], its targets tokens[1:], and every per-token number stands at the
+A segment is one sequence: its inputs are tokens[:-1], its targets tokens[1:], and every per-token number is at the
 position that predicts its token. Segments are placed whole in rows (first fit, longest first), rows are cut into
 micro-batches, and the last one is filled with empty rows, so that every compiled function sees a single shape.
 """
@@ -22,20 +22,20 @@ class Segment:
     weights: np.ndarray  # [t] float32, 0 where there is no loss
     advantages: np.ndarray  # [t] float32
     generator_logprobs: np.ndarray  # [t] float32
-    # [t - 1, layers, experts per token] of the tokens that are fed, to be routed to; None: as the router has it
+    # [t - 1, layers, experts per token]: the experts that each input token is routed to; None: the router decides
     experts: np.ndarray | None = None
-    teacher: TeacherScores | None = None  # of these tokens; None: the segment has no divergence
+    teacher: TeacherScores | None = None  # scores of these tokens; None: the segment has no divergence
 
 
 @dataclasses.dataclass(frozen=True)
 class Elsewhere:
-    """A segment that lies in rows of other hosts: here it only keeps its place."""
+    """A segment in rows of other hosts: here it only reserves its place."""
 
     length: int  # tokens
 
 
 def positions_of(segment: Segment | Elsewhere) -> int:
-    """What it takes of a row."""
+    """The positions it takes in a row."""
     return (segment.length if isinstance(segment, Elsewhere) else len(segment.tokens)) - 1
 
 
@@ -50,9 +50,9 @@ class MicroBatch:
     weights: np.ndarray  # [rows, length] float32
     advantages: np.ndarray  # [rows, length] float32
     generator_logprobs: np.ndarray  # [rows, length] float32
-    # [rows, length, layers, experts per token] int16, OWN where the router has its way; None: everywhere
+    # [rows, length, layers, experts per token] int16, OWN where the router decides; None: it decides everywhere
     experts: np.ndarray | None = None
-    teacher_ids: np.ndarray | None = None  # [rows, length, k] int32, -1: none; None: everywhere
+    teacher_ids: np.ndarray | None = None  # [rows, length, k] int32, -1: none; field None: no teacher
     teacher_logprobs: np.ndarray | None = None  # [rows, length, k] float32, of these ids
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -83,12 +83,12 @@ def pack(
 ) -> tuple[list[MicroBatch], list[Place]]:
     """Packs segments into micro-batches of [rows, length].
 
-    most: segments of a row; None: any number. align: they start at multiples of it, which divides `length`.
-    routed: layers, experts per token: the micro-batches tell the segments' experts; None: they do not.
-    teacher_k: ids at each position: the micro-batches hold those of the segments' teachers; 0: they do not.
-    beside: segments that take what room the others leave, and rows of their own beyond it: those lie where they would
-    lie without.
-    Returns: (micro-batches, the place of each segment in the order given, those beside after the others).
+    most: segments of a row; None: any number. align: segments start at multiples of it, which divides `length`.
+    routed: (layers, experts per token) if the micro-batches contain the segments' experts; None: they do not.
+    teacher_k: ids of the segments' teachers at each position of the micro-batches; 0: none.
+    beside: segments that fill the space the others leave, and then rows after theirs: the others lie where they would
+    without them.
+    Returns: (micro-batches, the place of each segment in the order given, those of `beside` after the others).
     Raises ValueError naming a segment that does not fit into a row, or whose teacher has more ids.
     """
     first, segments = len(segments), [*segments, *beside]
@@ -136,7 +136,7 @@ def pack(
 
 
 def _copy_teacher(i: int, teacher: TeacherScores, ids: np.ndarray, logprobs: np.ndarray) -> None:
-    """Into segment i's part of a row: [positions, teacher_k] each."""
+    """Copies into segment i's part of a row: [positions, teacher_k] each."""
     assert teacher.ids is not None and teacher.top_logprobs is not None, "the segment's teacher has no ids"
     wanted = teacher.ids.shape[1]
     if wanted > ids.shape[1]:
@@ -150,10 +150,10 @@ def _copy_teacher(i: int, teacher: TeacherScores, ids: np.ndarray, logprobs: np.
 def first_fit(
     positions: Sequence[int], *, length: int, beside: int = 0, most: int | None = None, align: int = 1
 ) -> list[tuple[int, int]]:
-    """(row, start) of each segment by its positions, the longest first, each in the first row with room for it.
+    """(row, start) of each segment by its positions, the longest first, each in the first row with space for it.
 
-    most: segments of a row; None: any number. align: they start at multiples of it, which divides `length`.
-    beside: so many of the last ones come after all others, and lie nowhere that changes where those lie.
+    most: segments of a row; None: any number. align: segments start at multiples of it, which divides `length`.
+    beside: so many of the last segments are placed after all others, which lie where they would without them.
     """
     first, positions = len(positions) - beside, [-(-size // align) * align for size in positions]
     remaining: list[int] = []
@@ -178,7 +178,8 @@ def plain(tokens: np.ndarray, experts: np.ndarray | None = None) -> Segment:
 
 
 def unpack(scored: Sequence[np.ndarray], places: Sequence[Place]) -> list[np.ndarray]:
-    """Of micro-batches [rows, length]: each segment's part [t], with a 0 for the token that nothing predicts."""
+    """From micro-batches [rows, length], each segment's part [t], with 0 for the first token, which is not
+    predicted."""
     out = []
     for place in places:
         row = scored[place.batch][place.row, place.start : place.start + place.positions]

@@ -7,19 +7,19 @@
 
     grads = 0;  for each micro-batch: grads += d loss / d params;  params, moments, compensation = adamw(grads)
 
-A gradient may be dropped: nothing changes before `optim_step`. Gradients of several calls add up where one is given to
-the next (`add_to`). Where the loss has a KL to the policy that the run began with, that policy is kept in the dtype
-that weights are sent in, which is what the forward pass rounds to anyway, and scores each micro-batch before it.
+A gradient may be dropped: nothing changes before `optim_step`. Gradients of several calls add up if one is passed to
+the next (`add_to`). If the loss has a KL to the initial policy of the run, that policy is kept in the dtype of the
+weights sent, to which the forward pass rounds anyway, and it scores each micro-batch first.
 
 With an adapter (model/lora.py) the state's parameters are the adapter's; the frozen ones are kept beside the state, and
-are loaded from where they came when a run goes on.
+are loaded from their source when a run resumes.
 
 Compiled once, for one shape of micro-batches: `accumulate` for each form of the objective (losses.py), `apply` and
 `score`, which overwrite what they carry. The loss is a plain sum of weighted tokens, so the gradient is the same
 however the batch is packed, cut or laid out on the mesh. The state is one tree {"params", "opt_state", "compensation",
 "step"}; `step` counts the optimizer's steps (compensation: optimizer.py).
 
-Left out on purpose: versions and batches are the caller's count: a batch in which no prompt survives never comes here.
+Left out on purpose: the caller counts versions and batches: a batch in which no prompt survives never comes here.
 """
 
 import dataclasses
@@ -50,49 +50,49 @@ from scalerl_jax.model.lora import BASE, Lora, check_base, in_dtype, starts_froz
 from scalerl_jax.model.sharding import ROWS, row_shards
 from scalerl_jax.objective.losses import DIVERGENCES, Compared, Form, form_of, numbers_of, policy_loss
 
-REFERENCE = "reference_logprobs"  # of a micro-batch, beside its arrays
-IN_FLIGHT = 2  # micro-batches that are computed, or wait for that: the device never waits for the next one
+REFERENCE = "reference_logprobs"  # of a micro-batch, in addition to its arrays
+IN_FLIGHT = 2  # micro-batches in computation or queued: the device never waits for the next one
 
 State = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What is on the devices at once."""
+    """The shapes and options of the compiled step."""
 
     seq_len: int  # tokens of a packed row
     rows: int  # of one micro-batch on the whole mesh; they divide over replica x fsdp x expert
-    max_segment: int | None = None  # positions of the longest segment that will come; None: seq_len
+    max_segment: int | None = None  # positions of the longest possible segment; None: seq_len
     logprob_chunk: int = 128  # tokens per chunk of the head
     remat: str = "block"  # what is kept for the backward pass, as config.model.remat
-    attention: str = "auto"  # what computes it, as config.model.attention
-    router_replay: bool = False  # tokens go to the experts that their segment names
-    teacher_k: int = 0  # ids of a teacher at each position, which the policy is compared with it on; 0: none
-    reference: bool = False  # the policy that the run began with is kept, and its log-probs are the loss's
-    # share of a tensor's shard that may change for the change alone to be sent; 0: versions are sent whole
+    attention: str = "auto"  # the backend, as config.model.attention
+    router_replay: bool = False  # tokens are routed to their segment's experts
+    teacher_k: int = 0  # a teacher's ids at each position, on which the policy is compared with it; 0: none
+    reference: bool = False  # the initial policy of the run is kept, and the loss uses its log-probs
+    # share of a tensor's shard up to which only its changes are sent; 0: versions are sent whole
     delta_share: float = 0.0
 
 
 @dataclasses.dataclass
 class Pending:
-    """A gradient that is computed and not applied, and the log-probs that the call computed on its way."""
+    """A gradient that is computed and not applied, with the log-probs of the same call."""
 
-    grads: Params | None  # None: it has been applied, or another one was added to it
+    grads: Params | None  # None: it was applied, or added to another one
     sums: dict[str, jax.Array]  # of the loss, `entropy`, `loss`, and what model.forward counts
     batches: int  # micro-batches
-    filled: int  # positions that segments take, those beside left out
+    filled: int  # positions of the segments, those of `beside` left out
     _scored: list[jax.Array]  # of each micro-batch of the last call: [rows, length] float32
     _places: list[Place]
 
     def logprobs(self) -> list[np.ndarray]:
         """The policy's log p of each token given those before it, at temperature 1: [t] float32 each, the first 0.
 
-        Of the last call's segments in the order given, those beside after the others. Waits for the device.
+        Of the last call's segments in the order given, those of `beside` after the others. Waits for the device.
         """
         return unpack([np.asarray(scored) for scored in self._scored], self._places)
 
     def give_up_gradient(self) -> Params:
-        """It is used once: what it is used for overwrites it."""
+        """Returns the gradient once: its user overwrites it."""
         assert self.grads is not None, "used before"
         grads, self.grads = self.grads, None
         return grads
@@ -113,7 +113,7 @@ class _Program:
 
 
 class Trainer:
-    """On several hosts every one of them calls the same methods in the same order (hosts/)."""
+    """On several hosts all of them call the same methods in the same order (hosts/)."""
 
     def __init__(
         self,
@@ -126,9 +126,9 @@ class Trainer:
         layout: Layout,
         lora: Lora | None = None,
     ):
-        """objective, optimizer: those of a call that names no others. lora: None: all parameters are trained.
+        """objective, optimizer: used by calls that pass none. lora: None: all parameters are trained.
 
-        Raises ValueError where the layout's rows do not divide over the mesh, or attention cannot be as wanted.
+        Raises ValueError if the layout's rows do not divide over the mesh, or the attention asked for is unavailable.
         """
         seq_len, rows = layout.seq_len, layout.rows
         shards = row_shards(mesh)
@@ -154,11 +154,11 @@ class Trainer:
         self.align = row_blocks.alignment(precision, decoder, seq_len)
         self._batch_sharding = batches = NamedSharding(mesh, PartitionSpec(ROWS, "context"))
         self._whole = whole = NamedSharding(mesh, PartitionSpec())
-        # What a host reads has to be on one of its devices.
+        # An array that a host reads must be on one of its devices.
         self.several_hosts = len({device.process_index for device in mesh.devices.flat}) > 1
         self._read = whole if self.several_hosts else batches
         self.abstract_policy = abstract_params(decoder, mesh, precision.sync)
-        # What is not trained, {} without an adapter: the whole policy in the sync dtype.
+        # The frozen parameters: the whole policy in the sync dtype, {} without an adapter.
         self.abstract_frozen: Params = {} if lora is None else self.abstract_policy
         abstract = abstract_params(decoder, mesh) if lora is None else lora.adapter(mesh)
         # The state as ShapeDtypeStructs with shardings: what a checkpoint is restored into.
@@ -171,7 +171,7 @@ class Trainer:
         self.shardings = jax.tree.map(lambda struct: struct.sharding, self.abstract_state)
         self.state: State = {}
         self.frozen: Params = {}
-        self.base = ""  # fingerprint of what is frozen
+        self.base = ""  # fingerprint of the frozen parameters
         self._reference: Params | None = None
         self._snapshots = WeightSnapshots(decoder, mesh, share=layout.delta_share) if layout.delta_share else None
 
@@ -267,7 +267,7 @@ class Trainer:
         return self._programs[form]
 
     def _numbers(self, values: Mapping[str, float]) -> dict[str, jax.Array]:
-        """On the device, as arguments of a program."""
+        """The numbers on the device, as arguments of a program."""
         return jax.device_put({name: np.float32(value) for name, value in values.items()}, self._whole)
 
     def compile(self) -> None:
@@ -277,8 +277,8 @@ class Trainer:
         self._score = self._score.lower(*params, self._batch_shape).compile()
 
     def compile_update(self) -> tuple[Any, Any]:
-        """Compiles `accumulate`, of the trainer's own objective, and `apply` alone, for the mesh's devices, which need
-        not be here. Returns both; compiled before, they are as they were."""
+        """Compiles `accumulate`, of the trainer's own objective, and `apply` alone, for the mesh's devices, which may
+        be absent here. Returns both; if compiled already, unchanged."""
         params, form = self.abstract_state["params"], form_of(self._objective)
         program = self._program(form)
         if hasattr(program.run, "lower"):
@@ -303,13 +303,13 @@ class Trainer:
 
     @property
     def steps(self) -> int:
-        """Of the optimizer."""
+        """The optimizer's steps."""
         return int(self.state["step"])
 
     def start(self, params: Params, frozen: Params | None = None) -> None:
         """Begins from these parameters (float32, laid out as self.shardings["params"]), the optimizer at its start.
 
-        frozen: with an adapter, whose parameters `params` are then, as self.abstract_frozen.
+        frozen: with an adapter, the policy that it adapts, as self.abstract_frozen; `params` are the adapter's.
         """
         self.frozen = {} if frozen is None else frozen
         step = jax.device_put(jnp.zeros((), jnp.int32), self._whole)
@@ -317,22 +317,22 @@ class Trainer:
         self.state = {"params": params, "opt_state": opt_state, "compensation": compensation, "step": step}
 
     def keep_reference(self, params: Params) -> None:
-        """The policy that the run began with, in the sync dtype, laid out as self.abstract_policy."""
+        """Keeps the initial policy of the run, in the sync dtype, laid out as self.abstract_policy."""
         assert self.layout.reference
         self._reference = params
 
     def save(
         self, checkpoints: Checkpoints, step: int, *, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     ) -> None:
-        """The state as checkpoint `step`; see Checkpoints.save. Of frozen parameters it has the fingerprint alone."""
+        """Saves the state as checkpoint `step`; see Checkpoints.save. Of frozen parameters only the fingerprint."""
         manifest = {**manifest, **({BASE: self.base} if self.lora else {})}
         checkpoints.save(step, self.state, manifest=manifest, arrays=arrays)
 
     def restore(self, checkpoints: Checkpoints, begin: Callable[[Any], Params]) -> Checkpoint | None:
-        """Goes on from the newest readable checkpoint; None: there is none, and it starts from the policy that the run
-        began with. Raises as Checkpoints.restore, and ValueError where an adapter is of another policy.
+        """Resumes from the newest readable checkpoint; None: there is none, and it starts from the initial policy of
+        the run. Raises as Checkpoints.restore, and ValueError if an adapter belongs to another policy.
 
-        begin: loads that policy, or what is frozen of it, laid out on the mesh, in the dtype that it is given.
+        begin: loads that policy, or its frozen parameters, laid out on the mesh, in the dtype that it is given.
         """
         found, started = checkpoints.restore(self.abstract_state), None
         if self.lora is not None:
@@ -351,7 +351,7 @@ class Trainer:
         return found
 
     def _policy_at_start(self, begin: Callable[[Any], Params], adapter: Params | None) -> Params:
-        """The policy that the run began with, in the sync dtype."""
+        """The initial policy of the run, in the sync dtype."""
         if adapter is None:
             return begin(self.sync_dtype)
         rounded = jax.jit(
@@ -361,7 +361,7 @@ class Trainer:
         return rounded(adapter, self.frozen)
 
     def version(self, step: int) -> Version:
-        """The policy as version `step`, made on the device. Its bytes come to the host when they are asked for."""
+        """The policy as version `step`, made on the device. Its bytes are copied to the host on request."""
         if self._snapshots is not None:
             found = self._snapshots.snapshot(self.policy, step)
             return Version(step, found.blocks if self.several_hosts else found.tensors, found.delta)
@@ -371,8 +371,8 @@ class Trainer:
     # ---- batches
 
     def rehearse(self) -> None:
-        """Runs the worst step that can come, on real buffers: full rows of the longest segments. The state, which is
-        there by then, stays as it is."""
+        """Runs the worst possible step on real buffers: full rows of the longest segments. The state, which exists by
+        then, is not changed."""
         longest = min(self.seq_len, self.layout.max_segment or self.seq_len)
         full, rest = divmod(self.seq_len, longest)
         row = [longest] * full + [rest] * (rest > 0)
@@ -410,7 +410,7 @@ class Trainer:
         """The gradient of these micro-batches (float32), the summed statistics of the loss, `entropy` and `loss`, and
         the log-probs of each micro-batch's tokens. Arguments as of forward_backward.
 
-        grads: what the gradient is added to, and overwritten.
+        grads: overwritten, with the gradient added to it.
         """
         objective = objective or self._objective
         program = self._program(form_of(objective))
@@ -441,11 +441,11 @@ class Trainer:
     ) -> Pending:
         """The gradient of one batch; the policy is not changed by it.
 
-        beside: segments without loss whose log-probs are wanted too. They change no bit of the gradient.
+        beside: segments without loss, only for their log-probs. They change no bit of the gradient.
         objective: the loss and its numbers; None: the trainer's own. Another form of it is compiled at its first use.
-        add_to: an earlier gradient, which this one is added to, and which is used up.
-        before_micro_batch: called before each micro-batch, no more than IN_FLIGHT ahead of the device. Where it raises,
-        the policy is as it was: a batch need not be finished where there is no time for it.
+        add_to: an earlier gradient, to which this one is added, and which is used up.
+        before_micro_batch: called before each micro-batch, no more than IN_FLIGHT ahead of the device. If it raises,
+        the policy is unchanged: a batch can be abandoned when time is short.
         """
         batches, places = self.pack(segments, beside)
         grads, sums, scored = self.gradient(
@@ -469,7 +469,7 @@ class Trainer:
         The gradient is released: it is as large as the parameters, and must not stay in memory afterwards.
 
         optimizer: its numbers, by default the trainer's own. learning_rate: by default `optimizer`'s for this step.
-        Raises FloatingPointError where the gradient is not finite; the state is then lost: restart from a checkpoint.
+        Raises FloatingPointError if the gradient is not finite; the state is then lost: restart from a checkpoint.
         """
         optimizer = optimizer or self._optimizer
         if learning_rate is None:
@@ -496,5 +496,5 @@ class Trainer:
         return unpack(scored, places)
 
     def sync_weights(self) -> dict[str, jax.Array]:
-        """The weights as they are sent: Hugging Face names, sync dtype, buffers of their own (safe to keep)."""
+        """The weights as they are sent: Hugging Face names, sync dtype, separate buffers (safe to keep)."""
         return self._to_sync(self.state["params"], self.frozen)

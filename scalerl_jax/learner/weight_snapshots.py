@@ -1,22 +1,22 @@
-"""The weights in the sync dtype, and what changed in them since the version before, found on the device.
+"""The weights in the sync dtype, and their changes since the version before, found on the device.
 
     bits   = uint16 of bfloat16(master)                                        per leaf, layer and shard
-    found  = the first `cap` places where bits != bits of the version before, and the bits that stand there now
+    found  = the first `cap` places where bits != bits of the version before, and the new bits at these places
     digest = sum of mix(bits * a(row) + b(column)) mod 2^32                    contract/rollout.proto
 
-Only `found`, the counts and the digests come to the host: nothing is gathered from shard to shard, and no tensor comes
-whole unless more of it changed than `cap` holds, or all of a version is requested (`tensors`). The places are
-those of the shard, in the layout of the parameter tree, which is transposed and stacked relative to Hugging Face's; the
-host maps them to positions in row-major order of the Hugging Face tensor.
+Only `found`, the counts and the digests are copied to the host: nothing is gathered from shard to shard, and no whole
+tensor is copied unless more of it changed than `cap` holds, or all of a version is requested (`tensors`). The places
+are those of the shard, in the layout of the parameter tree, which is transposed and stacked relative to Hugging Face's;
+the host maps them to positions in row-major order of the Hugging Face tensor.
 
-How `found` is made without sorting: 32 comparisons make a word; the words' popcounts, summed up, say where in the
-output each word's finds begin; each place of the output then looks up its word, and in the word the bit of its rank.
+How `found` is made without sorting: 32 comparisons make a word; the running sum of the words' popcounts gives the place
+in the output where each word's finds begin; each place of the output then finds its word, and in it its rank's bit.
 
-Memory: one copy of the weights in bfloat16 stays on the device, a second one for the moment of the comparison, and one
-more for each older version that is still needed whole. `found` takes 6 bytes for each element of the caps.
+Memory: one copy of the weights in bfloat16 stays on the device, a second one during the comparison, and one more for
+each older version that is still needed whole. `found` takes 6 bytes for each element of the caps.
 
-bfloat16 only. On several hosts each finds what its own shards hold, and sends that: `blocks` in the place of `tensors`,
-and a delta whose digests are sums over its own shards (contract/weight_parts.py).
+bfloat16 only. On several hosts each finds the changes of its own shards, and sends those: `blocks` instead of
+`tensors`, and a delta whose digests are sums over its own shards (contract/weight_parts.py).
 """
 
 import dataclasses
@@ -42,9 +42,9 @@ from scalerl_jax.model.lora import LowRank
 from scalerl_jax.model.sharding import WEIGHTS
 from scalerl_jax.model.tensor_layout import hf_tensors, layout, rows
 
-# A tensor's shard may always find so many, whatever share of it that is.
+# A shard of a tensor may always have this many changes, whatever share of it that is.
 SMALLEST_CAP = 64
-# `found` comes to the host in pieces that end at these shares of the cap, and only as many as are not empty.
+# `found` is copied to the host in pieces that end at these shares of the cap, and only as many as are not empty.
 PIECES = (0.125, 0.25, 0.5, 1.0)
 
 _CUTS = PartitionSpec(WEIGHTS)
@@ -65,7 +65,7 @@ def host_arrays(weights: dict[str, jax.Array]) -> dict[str, np.ndarray]:
 
 
 def host_blocks(weights: dict[str, jax.Array]) -> dict[str, Blocks]:
-    """What this host's devices hold of each; no element is on two hosts."""
+    """The blocks of each tensor on this host's devices; no element is on two hosts."""
     return {
         name: tuple(
             Block(tuple(part.start or 0 for part in shard.index), np.asarray(shard.data))
@@ -77,10 +77,11 @@ def host_blocks(weights: dict[str, jax.Array]) -> dict[str, Blocks]:
 
 
 class WeightSnapshots:
-    """Makes one version after another. `snapshot` only starts the work on the device, WeightSnapshot brings it down."""
+    """Makes one version after another. `snapshot` only starts the work on the device; WeightSnapshot copies it to the
+    host."""
 
     def __init__(self, decoder: DecoderConfig, mesh: Mesh, *, share: float):
-        """share: of a tensor's shard that may have changed; where it is more, the whole tensor is sent."""
+        """share: of a tensor's shard that may have changed; above it the whole tensor is sent."""
         self._decoder = decoder
         self._sent: Leaves | None = None
         self._step: int | None = None
@@ -105,9 +106,9 @@ class WeightSnapshots:
         self._nothing = jax.jit(nothing, out_shardings={leaf: struct.sharding for leaf, struct in abstract.items()})
 
     def snapshot(self, params: Params, step: int) -> "WeightSnapshot":
-        """Version `step`: the parameters (laid out as param_shardings says) as they are sent.
+        """Version `step`: the parameters (laid out as param_shardings) as they are sent.
 
-        Steps are taken one after another, each once; returns while the device still computes.
+        Called once for each step, in order; returns while the device still computes.
         """
         assert self._step is None or step == self._step + 1, f"version {step} after version {self._step}"
         found = self._compare(params, self._nothing() if self._sent is None else self._sent)
@@ -125,7 +126,7 @@ class WeightSnapshot:
         self._alone = all(leaf.is_fully_addressable for leaf in bits.values())
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """All of them under their Hugging Face names, bfloat16, in host memory that nothing writes to."""
+        """All tensors under their Hugging Face names, bfloat16, in host memory that is never overwritten."""
         return {name: self._tensor(name).view(ml_dtypes.bfloat16) for name in layout(self._decoder)}
 
     def _tensor(self, name: str) -> np.ndarray:
@@ -139,14 +140,14 @@ class WeightSnapshot:
         return out
 
     def blocks(self) -> dict[str, Blocks]:
-        """Of each tensor what the shards of this host hold, bfloat16; no element is on two hosts."""
+        """The shards of each tensor on this host, bfloat16; no element is on two hosts."""
         return {
             name: tuple(Block(block.start, block.values.view(ml_dtypes.bfloat16)) for block in self._blocks(name))
             for name in layout(self._decoder)
         }
 
     def _blocks(self, name: str) -> Blocks:
-        """The bits of one tensor's shards that are here, in the Hugging Face layout."""
+        """The bits of one tensor's shards on this host, in the Hugging Face layout."""
         tensor = layout(self._decoder)[name]
         row, found = tensor.row, []
         for shard in self._bits[row.leaf].addressable_shards:
@@ -157,9 +158,9 @@ class WeightSnapshot:
         return tuple(found)
 
     def delta(self) -> WeightDelta:
-        """What changed since the version before; of the first version only the digests. To be called once.
+        """The changes since the version before; of the first version only the digests. To be called once.
 
-        On several hosts: in this one's shards.
+        On several hosts: those in this host's shards.
         """
         found, self._found = self._found, {}  # its memory is free when this returns
         tensors: dict[str, Sparse | np.ndarray | Blocks] = {}
@@ -178,7 +179,7 @@ class WeightSnapshot:
         return WeightDelta(self._base, self.step, tensors, digests, hf_tensors(self._decoder), self._held())
 
     def _held(self) -> int | None:
-        """Elements of the shards here; None: all there are."""
+        """Elements of the shards on this host; None: it has all of them."""
         if self._alone:
             return None
         every = (shard for leaf in self._bits.values() for shard in leaf.addressable_shards)
@@ -190,7 +191,8 @@ class WeightSnapshot:
 
 @functools.partial(jax.jit, static_argnames="transposed")
 def _as_in_files(leaf: jax.Array, layer: int | None, *, transposed: bool) -> jax.Array:
-    """One tensor of a shard of a leaf, turned here: only it comes to the host, which would take much longer for it."""
+    """One tensor of a shard of a leaf, transposed here: only it is copied to the host, where transposing takes much
+    longer."""
     one = leaf if layer is None else jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
     return one.T if transposed else one
 
@@ -200,13 +202,13 @@ def _compare(
 ) -> dict[str, Any]:
     """One shard of one leaf of `shape`: new float32 or bfloat16, old uint16, both [layers, ...], or [...] outside.
 
-    Returns bits as old, and with a dimension of size 1 in front, by which the mesh's shards are told apart:
+    Returns bits as old, and with a leading dimension of size 1, which distinguishes the mesh's shards:
     digest, count [layers] uint32; places, values: lists of pieces, [layers, piece] uint32 and uint16.
     """
     own = slice(int(row.layered), None)  # without the layers
     sizes, whole, cuts = new.shape[own], shape[own], (*spec, *[None] * len(shape))[: len(shape)][own]
     starts = [0 if cut is None else jax.lax.axis_index(cut) * size for cut, size in zip(cuts, sizes)]
-    # Where an element of the shard is in the Hugging Face tensor, by dimension, each shaped to spread over the shard.
+    # Indices of the shard's elements in the Hugging Face tensor, by dimension, each shaped to broadcast over the shard.
     places = [jnp.arange(size, dtype=jnp.uint32) + jnp.uint32(start) for size, start in zip(sizes, starts)]
     index = jnp.meshgrid(*places, indexing="ij", sparse=True)
     if row.transposed:
@@ -221,7 +223,7 @@ def _compare(
 
     pieces = [slice(start, end) for start, end in itertools.pairwise(math.ceil(cap * end) for end in (0.0, *PIECES))]
 
-    # Made once and stored: fused into the sums below, the conversion runs several times for each element.
+    # Computed once and stored: fused into the sums below, the conversion would run several times for each element.
     bits = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(new.astype(jnp.bfloat16), jnp.uint16))
 
     def one(pair: tuple[jax.Array, jax.Array]) -> dict[str, Any]:
@@ -237,7 +239,7 @@ def _compare(
             "values": [values[piece] for piece in pieces],
         }
 
-    # One layer after another: what lies between two steps is small, and used again.
+    # One layer after another: intermediate arrays are small, and their memory is reused.
     found = jax.lax.map(one, (bits, old) if row.layered else (bits[None], old[None]))
     return {"bits": bits, **jax.tree.map(lambda x: x[None], found)}
 
@@ -249,9 +251,9 @@ def _cap(elements: int, share: float) -> int:
 def _first(differs: jax.Array, cap: int) -> tuple[jax.Array, jax.Array]:
     """How many of differs [elements] are True, and the places of the first `cap` of them, ascending: [cap] uint32.
 
-    Beyond the number of those that are True places are noise, but inside the array.
+    Beyond the number of True elements the places are arbitrary, but inside the array.
     """
-    # Four comparisons, a byte each, are brought together by one product: byte i, times 2^(24 - 7 i), is at bit 24 + i.
+    # One product combines four comparisons, a byte each: byte i, times 2^(24 - 7 i), is at bit 24 + i.
     fours = jnp.pad(differs, (0, -differs.size % 32)).reshape(-1, 4).astype(jnp.uint8)
     fours = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(fours), jnp.uint32)  # the first is the lowest
     fours = ((fours * jnp.uint32(0x01020408)) >> 24) & jnp.uint32(15)
@@ -281,13 +283,13 @@ def _first(differs: jax.Array, cap: int) -> tuple[jax.Array, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-    """What one shard of a leaf found. `start` and `size` without the layers' dimension."""
+    """The finds of one shard of a leaf. `start` and `size` without the layers' dimension."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
     cap: int
     digests: np.ndarray  # [layers] uint32
-    counts: np.ndarray  # [layers] uint32; above cap: the places are not all there
+    counts: np.ndarray  # [layers] uint32; above cap: the places are incomplete
     places: np.ndarray  # [layers, found] uint32, in the flat shard of a layer
     values: np.ndarray  # [layers, found] uint16
 
@@ -322,11 +324,11 @@ def _shards(bits: jax.Array, finds: Leaves, row: WeightRow) -> Iterator[_Shard]:
 
 
 def _change(shards: list[_Shard], layer: int, shape: tuple[int, ...], transposed: bool) -> Change:
-    """What the shards found in one tensor, at positions in row-major order of the Hugging Face tensor."""
+    """The changes that the shards found in one tensor, at positions in row-major order of the Hugging Face tensor."""
     if not shards:
         return Change(np.zeros(0, np.int64), np.zeros(0, np.uint16))  # they lie on other hosts
     rows, columns, values = [], [], []
-    # By the first column of each: then, of equal rows, columns ascend, and a stable sort by rows alone is enough.
+    # Sorted by the first column of each: so equal rows have ascending columns, and a stable sort by rows is enough.
     for shard in sorted(shards, key=lambda shard: shard.start[0 if transposed else -1]):
         found = int(shard.counts[layer])
         rest, index = shard.places[layer, :found], []
@@ -343,7 +345,7 @@ def _change(shards: list[_Shard], layer: int, shape: tuple[int, ...], transposed
         values.append(shard.values[layer, :found])
     row, column, value = np.concatenate(rows), np.concatenate(columns), np.concatenate(values)
     if transposed or len(shards) > 1:
-        # NumPy sorts 16 bits by radix.
+        # NumPy uses a radix sort for 16 bits.
         order = np.argsort(row.astype(np.uint16) if math.prod(shape[:-1]) <= 2**16 else row, kind="stable")
         row, column, value = row[order], column[order], value[order]
     return Change(row.astype(np.int64) * shape[-1] + column, value)

@@ -1,6 +1,6 @@
 """The policy: parameters, forward pass, log-probabilities, Hugging Face names.
 
-The names below are fetched when they are asked for: the model families' rows are read where there is no jax.
+The names below are imported on first use, so that the model families' rows can be read without jax.
 """
 
 import importlib

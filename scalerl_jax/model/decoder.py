@@ -41,7 +41,7 @@ from scalerl_jax.model.sharding import ROWS, constrain, spec
 from scalerl_jax.model.tensor_layout import rows, sizes
 
 Params = Mapping[str, Any]
-Rotation = tuple[jax.Array, ...]  # cos, sin [..., h/2] float32; of llama4 the factor of global queries [...] as well
+Rotation = tuple[jax.Array, ...]  # cos, sin [..., h/2] float32; for llama4 also the factor of global queries [...]
 
 
 def param_tree(config: DecoderConfig, make: Callable[[WeightRow, tuple[int, ...]], Any]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def param_tree(config: DecoderConfig, make: Callable[[WeightRow, tuple[int, ...]
 def init_params(config: DecoderConfig, key: jax.Array, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> Params:
     """Fresh parameters, created sharded: no device ever holds a whole weight that the mesh cuts."""
     std = 1 / math.sqrt(config.hidden_size)
-    # Residual branches start smaller by the number of branches that add up (GPT-2, section 2.3).
+    # Residual branches start smaller by the number of branches that are summed (GPT-2, section 2.3).
     scales = {"normal": std, "residual": std / math.sqrt(2 * config.layers)}
 
     def value(row: WeightRow, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
@@ -77,7 +77,7 @@ def init_params(config: DecoderConfig, key: jax.Array, mesh: Mesh | None = None,
 
 
 def abstract_params(config: DecoderConfig, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> Params:
-    """ShapeDtypeStructs, with shardings where there is a mesh: what a checkpoint is restored into."""
+    """ShapeDtypeStructs of the parameters, with shardings if there is a mesh: a checkpoint is restored into them."""
 
     def one(row: WeightRow, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         sharding = None if mesh is None else NamedSharding(mesh, spec(shape, row.tree_dimensions, mesh))
@@ -93,10 +93,9 @@ def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
 def product(a: jax.Array, b: jax.Array, contract: tuple[Any, Any], precision: Precision) -> jax.Array:
     """a times b, contracted over these dimensions of each, summed in float32 and rounded once, to the compute dtype.
 
-    XLA for CPUs has a kernel for bfloat16 operands (AMX, AVX512) only where the result is float32: asked for a
-    bfloat16 one it is six times slower. Compilers for accelerators sum in float32 whatever the result is, and a
-    float32 one would cost them traffic: of memory where the cast is not fused, and between devices where sums of
-    parts are added up.
+    XLA for CPUs has a kernel for bfloat16 operands (AMX, AVX512) only with a float32 result; with a bfloat16 result it
+    is six times slower. Compilers for accelerators sum in float32 whatever the result is, and a float32 result would
+    cost them traffic: of memory where the cast is not fused, and between devices where partial sums are added.
     """
 
     def dot(a: jax.Array, b: jax.Array, result: Any) -> jax.Array:
@@ -113,8 +112,8 @@ def product(a: jax.Array, b: jax.Array, contract: tuple[Any, Any], precision: Pr
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def project(x: jax.Array, weight: Any, precision: Precision) -> jax.Array:
-    """x [..., in] in the compute dtype times a float32 master [in, out], or a LowRank; the weight's cotangent is
-    float32, that of a LowRank goes through its rank."""
+    """x [..., in] in the compute dtype times a float32 master [in, out], or a LowRank. The weight's cotangent is
+    float32; that of a LowRank is computed through its rank."""
     return product(x, precision.cast(weight), ((x.ndim - 1,), (0,)), precision)
 
 
@@ -151,7 +150,8 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float, precision: Precisio
 
 
 def rope_tables(config: DecoderConfig, positions: jax.Array) -> Rotation:
-    """(cos, sin) [..., h/2] float32 of the rotation at each position; Llama 3.1's rescaling where the config has it."""
+    """(cos, sin) [..., h/2] float32 of the rotation at each position, with Llama 3.1's rescaling if the config has
+    it."""
     angle = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
     if not config.nope_interval:
         return jnp.cos(angle), jnp.sin(angle)
@@ -162,9 +162,9 @@ def rope_tables(config: DecoderConfig, positions: jax.Array) -> Rotation:
 
 
 def rope_frequencies(config: DecoderConfig) -> np.ndarray:
-    """[h/2] float32, radians a position: rounded in each step as torch does, so nearly all bits are the generators'.
+    """[h/2] float32, radians a position: rounded in each step as in torch, so nearly all bits match the generators'.
 
-    At position 16,384 a last bit of a frequency near 1 is a thousandth of a radian.
+    At position 16,384 the last bit of a frequency near 1 is a thousandth of a radian.
     """
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     power = (config.rope_theta ** exponent.astype(np.float64)).astype(np.float32)  # one rounding, as a good powf has
@@ -187,10 +187,10 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 class Layer:
-    """The weights of one layer, and what a family's `layer` does with them (families/dense.py).
+    """The weights of one layer, with the operations that a family's `layer` uses (families/dense.py).
 
-    weights: of the parameter tree, without the layers' dimension; or of a generator, in which weights that are one
-    fused parameter of vLLM's lie side by side in one array, under their leaves' names joined by "_".
+    weights: from the parameter tree, without the layers' dimension; or a generator's, where the weights of one fused
+    parameter of vLLM are concatenated in one array, under their leaves' names joined by "_".
     """
 
     scope = staticmethod(jax.named_scope)
@@ -207,12 +207,12 @@ class Layer:
         real: jax.Array | None = None,
         given: jax.Array | None = None,
     ):
-        """real: [...] bool, the tokens that experts are there for; None: all. given: [..., experts per token] int, as
-        ROUTERS have it."""
+        """real: [...] bool, the tokens that are routed to experts; None: all. given: [..., experts per token] int, as
+        for ROUTERS."""
         self._weights, self._config, self._rotation, self._precision = weights, config, rotation, precision
         self._mesh, self._real, self._given = mesh, real, given
         self.chosen: jax.Array | None = None  # [..., experts per token] int32: the experts of each token, once routed
-        self.moved: jax.Array | None = None  # like it, bool: it was given, and the router would not have chosen it
+        self.moved: jax.Array | None = None  # like it, bool: given, and not among the router's own choices
 
     def norm(self, x: jax.Array, leaf: str) -> jax.Array:
         return rms_norm(x, self._weights[leaf], self._config.norm_epsilon, self._precision)
@@ -222,12 +222,12 @@ class Layer:
         return self._each(leaves, lambda weight: checkpoint_name(project(x, weight, self._precision), PRODUCT))
 
     def add(self, outputs: list[jax.Array], *leaves: str) -> list[jax.Array]:
-        """To each output [..., out] its bias, in float32, so that the bias's cotangent is summed in float32."""
+        """Adds to each output [..., out] its bias, in float32, so that the bias's cotangent is summed in float32."""
         biases = self._each(leaves, lambda bias: self._precision.cast(bias, "float32"), -1)
         return [(y.astype(jnp.float32) + bias).astype(y.dtype) for y, bias in zip(outputs, biases, strict=True)]
 
     def weight(self, *leaves: str) -> Any:
-        """The weight itself, in the compute dtype, for what is not one of these; a list of them for several leaves."""
+        """The weight itself, in the compute dtype, for other uses; a list of them for several leaves."""
         return self._each(leaves, self._precision.cast, rows(self._config)[leaves[0]].side)
 
     def _each(self, leaves: tuple[str, ...], use: Callable[[jax.Array], jax.Array], axis: int = -1) -> Any:
@@ -241,7 +241,7 @@ class Layer:
         return jnp.split(used, list(itertools.accumulate(widths[:-1])), axis=axis)
 
     def route(self, x: jax.Array, leaf: str, how: str) -> Routing:
-        """x [..., width] -> the experts of each token, by one of ROUTERS; all of it in float32."""
+        """The experts of each token of x [..., width], by one of ROUTERS; all of it in float32."""
         precision = dataclasses.replace(self._precision, compute="float32")
         logits = checkpoint_name(project(x.astype(jnp.float32), self._weights[leaf], precision), PRODUCT)
         config = self._config
@@ -254,7 +254,7 @@ class Layer:
         return routing
 
     def experts(self, x: jax.Array, routing: Routing, leaves: tuple[str, str, str]) -> jax.Array:
-        """x [..., width] through its experts: leaves are their gate, up and down [experts, out, in]."""
+        """Applies the experts to x [..., width]; leaves: their gate, up and down [experts, out, in]."""
         into, weights = leaves[:2], self._weights
         joined = "_".join(into)
         gate_up = (weights[joined],) if joined in weights else tuple(merged(weights[leaf]) for leaf in into)
@@ -273,13 +273,13 @@ class Layer:
 
     @property
     def local(self) -> jax.Array | bool:
-        """Of two kinds of layer, which this is."""
+        """Whether the layer is local, in a family with local and global layers."""
         return self._weights["local"]
 
     def placed_key(self, x: jax.Array) -> jax.Array:
-        """x [..., heads, h], turned to its position where the layer is local.
+        """x [..., heads, h], rotated to its position if the layer is local.
 
-        Neighbors are pairs here: in halves they are apart, so they are brought together, turned and brought back.
+        RoPE pairs neighbors here, but `rotate` pairs halves: so neighbors are moved to halves, rotated and moved back.
         """
         halves = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
         turned = jnp.stack(jnp.split(self.rotate(halves), 2, axis=-1), axis=-1).reshape(x.shape)
@@ -288,7 +288,7 @@ class Layer:
         return jnp.where(self.local, turned, x)
 
     def placed_query(self, x: jax.Array) -> jax.Array:
-        """As placed_key; of a global layer, times the factor of its position."""
+        """As placed_key; in a global layer multiplied by the factor of its position."""
         factor = jnp.where(self.local, 1.0, self._rotation[2])[..., None, None]
         return (self.placed_key(x) * factor).astype(x.dtype)
 
@@ -320,7 +320,7 @@ class RowLayer(Layer):
 def project_rows(
     x: jax.Array, weights: tuple[jax.Array, ...], precision: Precision, lead: int, mesh: Mesh | None
 ) -> list[jax.Array]:
-    """As `project`, in blocks of rows, by several weights side by side, as the generators hold them."""
+    """As `project`, in blocks of rows, by several weights concatenated, as the generators hold them."""
     joined = jnp.concatenate([precision.cast(weight).T for weight in weights])
     out = row_blocks.product(x, joined, precision.dot, lead=lead, mesh=mesh).astype(x.dtype)
     return jnp.split(out, list(itertools.accumulate(weight.shape[1] for weight in weights[:-1])), axis=-1)
@@ -358,7 +358,7 @@ def _silu_rows(rows: Any, shared: Any) -> jax.Array:
 def final_norm(
     x: jax.Array, scale: jax.Array, config: DecoderConfig, precision: Precision, *, lead: int, mesh: Mesh | None = None
 ) -> jax.Array:
-    """lead: dimensions of x that are tokens."""
+    """The final norm; lead: leading dimensions of x that are tokens."""
     if precision.bitwise:
         return _norm_rows(x, scale, config, precision, lead, mesh)
     return rms_norm(x, scale, config.norm_epsilon, precision)
@@ -367,7 +367,7 @@ def final_norm(
 def rotation_of(
     config: DecoderConfig, positions: jax.Array, precision: Precision, *, mesh: Mesh | None = None
 ) -> Rotation:
-    """rope_tables, as the numerics have it."""
+    """rope_tables, computed as the numerics require."""
     if not precision.bitwise:
         return rope_tables(config, positions)
 
@@ -378,7 +378,7 @@ def rotation_of(
 
 
 def chunk_ids(segment_ids: jax.Array, positions: jax.Array, chunk: int) -> jax.Array:
-    """[rows, length] int32: an id of its own for each part of a segment in one chunk of positions; padding stays 0."""
+    """[rows, length] int32: a separate id for each part of a segment in one chunk of positions; padding stays 0."""
     part = positions // chunk
     begins = (segment_ids[:, 1:] != segment_ids[:, :-1]) | (part[:, 1:] != part[:, :-1])
     ids = 1 + jnp.pad(jnp.cumsum(begins, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
@@ -386,14 +386,14 @@ def chunk_ids(segment_ids: jax.Array, positions: jax.Array, chunk: int) -> jax.A
 
 
 def _embedded(table: Any, tokens: jax.Array, config: DecoderConfig, mesh: Mesh | None) -> jax.Array:
-    """The rows of `table` [V, D] for tokens [rows, length]. They lie where the table's width is cut, and then where the
-    rows are, in steps that each are one exchange: for all at once the partitioner would have every device hold all."""
+    """The rows of `table` [V, D] for tokens [rows, length]. They are sharded first as the table's width, then as the
+    rows, in steps of one exchange each: in a single step the partitioner would place all of it on every device."""
     x = table.merged_rows(tokens) if isinstance(table, LowRank) else table[tokens]
     if mesh is None:
         return x
     part = spec(table.shape, rows(config)["embed"].tree_dimensions, mesh)[-1] or ()
     axes = (part,) if isinstance(part, str) else part
-    if mesh.shape["replica"] > 1:  # else the compiler finds this step by itself, and being told of it hinders it
+    if mesh.shape["replica"] > 1:  # else the compiler finds this step by itself, and a constraint hinders it
         x = constrain(x, mesh, "replica", None, axes)
     return constrain(x, mesh, ROWS, None, tuple(axis for axis in axes if axis not in ROWS))
 
@@ -416,24 +416,24 @@ def forward(
     """The final hidden states of packed rows.
 
     Args:
-      tokens, positions, segment_ids: [rows, length] int32. A token attends to the tokens before it, and itself, that
-        have its segment id; positions start at 0 in each segment. Segment 0 is padding.
-      max_segment: no segment is longer; a smaller bound makes attention cheaper. None: the row's length.
+      tokens, positions, segment_ids: [rows, length] int32. A token attends to itself and to earlier tokens with its
+        segment id; positions start at 0 in each segment. Segment 0 is padding.
+      max_segment: upper bound of the segments' lengths; a smaller one makes attention cheaper. None: the row's length.
       remat: what is kept for the backward pass, see remat.py.
-      mesh: rows are kept cut over replica, fsdp and expert, their positions over context.
-      attention: the backend that computes it, as attention.choose finds it.
-      experts: [rows, length, layers, experts per token] int, to which tokens go; OWN, and None: as the router has it.
-      counted: also return what is counted of tokens on the way, padding left out.
+      mesh: rows are sharded over replica, fsdp and expert, their positions over context.
+      attention: the backend, as returned by attention.choose.
+      experts: [rows, length, layers, experts per token] int, the experts of each token; OWN, or None: the router's.
+      counted: also return counts of routed tokens, without padding.
 
-    Returns: [rows, length, width] in the compute dtype, to be given to head.token_logprobs; counted: a pair of it and a
-    dict, float32: of a family with experts expert_tokens [layers, experts], those that came to each, and where experts
-    are given moved_pairs [layers], the pairs (token, expert) that their router would not have made.
+    Returns: [rows, length, width] in the compute dtype, for head.token_logprobs. With counted, a pair of it and a dict,
+    float32: for a family with experts expert_tokens [layers, experts], the tokens of each, and if experts are given
+    moved_pairs [layers], the pairs (token, expert) that the router itself would not have made.
     """
     layer, rotation = FAMILIES[config.family].layer, rotation_of(config, positions, precision, mesh=mesh)
     # Gathered in float32 first, so that its cotangent is summed in float32.
     x = constrain(precision.cast(_embedded(params["embed"], tokens, config, mesh)), mesh, ROWS, "context", None)
 
-    if attention.segments and config.attention_chunk:  # each part of a segment is one of its own there
+    if attention.segments and config.attention_chunk:  # each part of a segment is a separate one there
         parts = tokens.shape[1] // config.attention_chunk
         attention = dataclasses.replace(attention, segments=attention.segments + parts)
     attend = functools.partial(

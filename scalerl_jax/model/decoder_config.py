@@ -1,7 +1,7 @@
 """The decoder's shape, read from and written to a Hugging Face config.json.
 
-Both sides must run the same function: they compare its canonical JSON when they meet. What a config.json says beyond
-this shape is judged in hf_fields.py. No jax: a generator reads it too.
+Both sides must run the same function: they compare its canonical JSON when they connect. hf_fields.py checks the other
+fields of a config.json. No jax: a generator reads it too.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ SIZES = {  # field -> its key in config.json
     "head_dim": "head_dim",
     "intermediate_size": "intermediate_size",
 }
-# What a family's config.json may leave out or have as null; elsewhere transformers has a number of its own for it.
+# Keys that a family's config.json may lack or have as null; for other families transformers uses a fixed default.
 _DERIVED = {"llama": ("num_key_value_heads", "head_dim"), "qwen2": ("head_dim",), "llama4_text": ("head_dim",)}
 
 
@@ -43,16 +43,16 @@ class DecoderConfig:
     # Llama 3.1's rescaled frequencies: (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings).
     rope_scaling: tuple[float, float, float, float] | None = None
     norm_epsilon: float = 1e-6
-    family: str = "qwen3"  # of FAMILIES
+    family: str = "qwen3"  # one of FAMILIES
     tied_embeddings: bool = False
     max_positions: int = 32_768
     stop_token_ids: tuple[int, ...] = ()
-    # Of families with experts; 0: none.
+    # For families with experts; 0: none.
     experts: int = 0
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False  # the weights of a token's experts add up to 1
-    # Of families in which layers are local or global (llama4.py); 0: none.
+    # For families with local and global layers (llama4.py); 0: none.
     nope_interval: int = 0
     attention_chunk: int = 0
     head_l2_norm: bool = False
@@ -71,13 +71,13 @@ class DecoderConfig:
             raise ValueError(f"{self.experts_per_token} experts per token cannot be chosen of {self.experts}")
 
     def canonical_json(self) -> str:
-        """What both sides of the contract compare: everything that changes the function the weights compute."""
+        """JSON that both sides of the contract compare: everything that changes the function the weights compute."""
         shape = dataclasses.asdict(self)
         del shape["stop_token_ids"], shape["max_positions"]
         return json.dumps(shape, sort_keys=True)
 
     def local_layers(self) -> tuple[bool, ...]:
-        """Of each layer, where there are two kinds."""
+        """Whether each layer is local; empty for families with one kind of layer."""
         return tuple((i + 1) % self.nope_interval != 0 for i in range(self.layers if self.nope_interval else 0))
 
     @staticmethod
@@ -115,7 +115,7 @@ class DecoderConfig:
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """The contents of a config.json that transformers and vLLM read."""
-        # As transformers 5 has it, and as 4 has it.
+        # In the form of transformers 5, and in that of 4.
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
         scaling: dict[str, Any] | None = None
         if self.rope_scaling is not None:
@@ -146,7 +146,7 @@ class DecoderConfig:
 
 
 def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The text model's config of one that reads images too; what stands outside of it holds for both."""
+    """The text model's config of a model that also reads images; keys outside of it apply to both."""
     own = ("model_type", "architectures", "text_config", "vision_config")
     around = {key: value for key, value in config.items() if key not in own}
     text = {key: value for key, value in config["text_config"].items() if key not in own}
@@ -154,7 +154,7 @@ def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own_field(config: Mapping[str, Any], field: str, key: str) -> Any:
-    """Of a family: as its type in DecoderConfig is. The key must be there."""
+    """A family's own field, with its type in DecoderConfig. The key must be present."""
     kind = next(known.type for known in dataclasses.fields(DecoderConfig) if known.name == field)
     if kind is int or kind == "int":
         return hf_fields.size(config, key)
@@ -175,7 +175,7 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
 
 
 def config_of_file(file: str) -> DecoderConfig:
-    """Of one config.json. Raises ValueError naming it, and OSError."""
+    """The decoder config of one config.json. Raises ValueError naming it, and OSError."""
     config = read_object(file)
     try:
         return DecoderConfig.from_hf(config)
@@ -187,8 +187,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def check_folder(field: str, path: str) -> None:
-    """Raises ValueError, one line, where no folder is given, or what may be the name of a model of the hub and is no
-    folder here: with the command that fetches it, after which the same config will do."""
+    """Raises ValueError, one line, if no folder is given, or if it does not exist and may be the name of a model of the
+    hub: then with the command that downloads it, after which the same config works."""
     if not path:
         raise ValueError(f"{field}: no model folder is given")
     if _HUB_NAME.fullmatch(path) and not os.path.exists(path):

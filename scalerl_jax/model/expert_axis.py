@@ -1,18 +1,18 @@
 """Experts on a mesh: each device computes its own experts, and its own columns of them, for the tokens of its group.
 
-A group are the devices along the axis `expert`. In each of them, inside jax.shard_map:
+A group is the devices along the axis `expert`. In each of them, inside jax.shard_map:
 
     x, routing   all-gathered over `expert`                       every token of the group, on every device of it
-    y            the part of x that this device's experts make, and of these its columns (`tensor`)
+    y            this device's experts' part of the output, and of it this device's columns (`tensor`)
     y            reduce-scattered over `expert`, summed over `tensor`
 
-Pairs of other devices' experts belong to no expert here, and cost their gathering only. Nothing is dropped, and no
-split of the tokens depends on the router; the price is memory for all pairs of a group.
+Pairs with other devices' experts are assigned to no expert here, and cost only their gathering. No token is dropped,
+and the split of tokens does not depend on the router; the price is memory for all pairs of a group.
 
-What else cuts a weight (fsdp, context) is gathered first, in the dtype to which weights are rounded anyway; its
+A weight's other shards (fsdp, context) are gathered first, in the dtype to which weights are rounded anyway; its
 cotangent is reduce-scattered in float32.
 
-Left out on purpose: an all-to-all of only those tokens that a device's experts want, which pays beyond a few devices.
+Left out on purpose: an all-to-all of only those tokens that a device's experts need, which pays beyond a few devices.
 """
 
 import functools
@@ -27,7 +27,7 @@ from scalerl_jax.model.experts import Routing, expert_mlp
 from scalerl_jax.model.precision import Precision
 from scalerl_jax.model.sharding import ROWS, spec
 
-# How the products below are cut; a weight is gathered along every other axis.
+# Axes along which the products below stay sharded; a weight is gathered along every other axis.
 _KEPT = ("expert", "tensor")
 
 
@@ -40,7 +40,7 @@ def sharded_expert_mlp(
     precision: Precision,
     mesh: Mesh,
 ) -> jax.Array:
-    """As expert_mlp, of x [rows, length, D] and the masters gate, up and down, whose dimensions are given."""
+    """As expert_mlp, for x [rows, length, D] and the masters gate, up and down with these dimensions."""
     specs = [spec(weight.shape, names, mesh) for weight, names in zip(weights, dimensions, strict=True)]
     cut = [axis for dimension in range(3) for axis in _axes(specs[0], dimension)]
     grouped = "expert" in _axes(specs[0], 0)
@@ -54,7 +54,7 @@ def sharded_expert_mlp(
             here = chosen - jax.lax.axis_index("expert") * len(own[0])
             chosen = jnp.where((here >= 0) & (here < len(own[0])), here, len(own[0]))
         y = expert_mlp(x, Routing(chosen, scale, routing.on_input), tuple(own[:-1]), own[-1], precision=precision)
-        # The sums between devices are of float32, as those within one.
+        # Sums between devices are in float32, as those within one.
         y = y.astype(jnp.float32)
         if grouped:
             y = jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)
@@ -69,7 +69,7 @@ def sharded_expert_mlp(
 
 
 def _whole(shard: jax.Array, part: PartitionSpec, precision: Precision) -> jax.Array:
-    """The weight along all axes but those that cut the products."""
+    """The weight, gathered along all axes but those of the sharded products."""
     for dimension in range(len(part)):
         for axis in reversed(_axes(part, dimension)):
             if axis not in _KEPT:
@@ -78,14 +78,14 @@ def _whole(shard: jax.Array, part: PartitionSpec, precision: Precision) -> jax.A
 
 
 def _axes(part: PartitionSpec, dimension: int) -> tuple[str, ...]:
-    """The mesh axes that cut it, the outermost first."""
+    """The mesh axes that shard the dimension, the outermost first."""
     axes = part[dimension]
     return () if axes is None else (axes,) if isinstance(axes, str) else axes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gathered(shard: jax.Array, axis: str, dimension: int, precision: Precision) -> jax.Array:
-    """float32, with the values of the sync dtype, in which it travels."""
+    """Gathers the shard in the sync dtype; returns float32 with the values of the sync dtype."""
     rounded = precision.cast(shard, precision.sync)
     return jax.lax.all_gather(rounded, axis, axis=dimension, tiled=True).astype(shard.dtype)
 

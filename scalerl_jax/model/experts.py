@@ -1,16 +1,16 @@
-"""Experts: which of them a token goes to, and their products.
+"""Experts: the routing of tokens to experts, and the experts' products.
 
     ROUTERS      logits [..., E] float32 -> Routing: k experts of each token and their weights
     expert_mlp   y_t = sum over its experts e:  weight_te * down_e(silu(gate_e(x_t)) * up_e(x_t))
 
-Pairs (token, expert) are sorted by their expert, so that each expert's are one stretch of rows, and the products of all
-experts are one grouped product: rows of stretch e times matrix e. No expert has a capacity and no token is dropped:
-whatever the router's balance, an expert computes what came to it. Sorting and its reverse are gathers, in the backward
+Pairs (token, expert) are sorted by their expert, so that each expert's are contiguous rows, and the products of all
+experts are one grouped product: the rows of expert e times matrix e. No expert has a capacity and no token is dropped:
+whatever the router's balance, an expert computes all its tokens. Sorting and its reverse are gathers, in the backward
 pass too.
 
-Grouped products. On TPUs jax.lax.ragged_dot, which is a kernel there. On CPUs and GPUs XLA would compute it as E masked
-products of all rows, 4 to 90 times slower than a loop over blocks of rows (tests/benchmarks/bench_experts.py), which
-it is there; and so is the product for the weights' cotangent everywhere, of which TPUs have no kernel either.
+Grouped products. TPUs use jax.lax.ragged_dot, which is a kernel there. On CPUs and GPUs XLA would compute it as E
+masked products of all rows, 4 to 90 times slower than a loop over blocks of rows (tests/benchmarks/bench_experts.py),
+so the loop is used; and so it is for the weights' cotangent everywhere, for which TPUs have no kernel either.
 
 Precision as decoder.project: operands in the compute dtype, weights rounded to the sync dtype, results summed in
 float32, float32 cotangents for weights. The router and the weighted sum of a token's experts are float32.
@@ -29,26 +29,26 @@ from jax.ad_checkpoint import checkpoint_name
 from scalerl_jax.model.precision import Precision
 from scalerl_jax.model.remat import PRODUCT
 
-OWN = -1  # in the place of a token's experts: those of the router itself
+OWN = -1  # given instead of an expert: the router's own choice is used
 
-# Rows of a block of the grouped product: at least, and at most on CPUs and on accelerators, which start kernels for
-# each.
+# Rows of a block of the grouped product: the minimum, and the maximum on CPUs and on accelerators, which start kernels
+# for each block.
 SMALLEST_BLOCK, BLOCK, LARGE_BLOCK = 16, 128, 1024
 
 
 class Routing(NamedTuple):
-    """Where tokens go."""
+    """The experts of tokens."""
 
     experts: jax.Array  # [..., k] int32; E: no expert
     weights: jax.Array  # [..., k] float32
-    on_input: bool = False  # the weight scales what an expert reads, and not what it gives
+    on_input: bool = False  # the weight scales the expert's input, not its output
 
 
 def softmax_router(logits: jax.Array, count: int, *, normalize: bool, given: jax.Array | None = None) -> Routing:
-    """The `count` experts of the highest probability, which is their weight; normalize: they add up to 1.
+    """The `count` experts of the highest probability, which is their weight; normalize: the weights add up to 1.
 
-    given: [..., count] int, the experts in place of those, OWN: no others; their weights are of these logits all the
-    same (router replay, arXiv 2510.11370).
+    given: [..., count] int, experts to use instead, OWN: the router's choice; their weights still come from these
+    logits (router replay, arXiv 2510.11370).
     """
     probabilities = jax.nn.softmax(logits, axis=-1)
     chosen = _chosen(logits, count, given)
@@ -59,7 +59,7 @@ def softmax_router(logits: jax.Array, count: int, *, normalize: bool, given: jax
 
 
 def sigmoid_router(logits: jax.Array, count: int, *, normalize: bool, given: jax.Array | None = None) -> Routing:
-    """The `count` experts of the highest logit, whose sigmoid scales what they read. given: as above."""
+    """The `count` experts of the highest logit, whose sigmoid scales their input. given: as above."""
     assert not normalize
     chosen = _chosen(logits, count, given)
     return Routing(chosen, jax.nn.sigmoid(_at(logits, chosen)), on_input=True)
@@ -74,7 +74,7 @@ def _chosen(logits: jax.Array, count: int, given: jax.Array | None) -> jax.Array
 
 
 def moved(logits: jax.Array, chosen: jax.Array) -> jax.Array:
-    """[..., k] bool: which of chosen [..., k] are not among the k experts of the highest logits [..., E]."""
+    """[..., k] bool: which of chosen [..., k] are not among the k experts with the highest logits [..., E]."""
     own = jax.lax.top_k(logits, chosen.shape[-1])[1]
     return ~jnp.any(chosen[..., :, None] == own[..., None, :], axis=-1)
 
@@ -88,7 +88,7 @@ def _at(values: jax.Array, chosen: jax.Array) -> jax.Array:
 def expert_mlp(
     x: jax.Array, routing: Routing, gate_up: tuple[jax.Array, ...], down: jax.Array, *, precision: Precision
 ) -> jax.Array:
-    """What the experts make of x [..., D] in the compute dtype: like x.
+    """The output of the experts for x [..., D] in the compute dtype: like x.
 
     Args:
       gate_up: masters, gate and up [E, F, D] each, or both in one [E, 2F, D].
@@ -114,7 +114,7 @@ def expert_mlp(
 
 
 def tokens_of(chosen: jax.Array, experts: int) -> jax.Array:
-    """[experts] float32: the tokens that came to each, of chosen [..., k]."""
+    """[experts] float32: the number of tokens of each expert, from chosen [..., k]."""
     return jnp.sum(chosen.reshape(-1, 1) == jnp.arange(experts), axis=0, dtype=jnp.float32)
 
 
@@ -122,7 +122,8 @@ def tokens_of(chosen: jax.Array, experts: int) -> jax.Array:
 
 
 def _sorted(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Pairs by expert, [M] int32, those of none last: (pair at each place, place of each pair, pairs of each [E])."""
+    """Pairs sorted by expert, [M] int32, those without an expert last: (pair at each place, place of each pair, pairs
+    of each [E])."""
     order = jnp.argsort(chosen, stable=True)
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
     sizes = jnp.sum(chosen[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
@@ -146,7 +147,7 @@ _to_pairs.defvjp(lambda x, order, inverse: (_to_pairs(x, order, inverse), (inver
 
 @jax.custom_vjp
 def _permute(x: jax.Array, places: jax.Array, inverse: jax.Array) -> jax.Array:
-    """x[places], for places that are a permutation, and its inverse."""
+    """x[places], for places that are a permutation; inverse: its inverse."""
     return x[places]
 
 
@@ -158,7 +159,7 @@ _permute.defvjp(lambda x, places, inverse: (x[places], inverse), lambda inverse,
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_product(x: jax.Array, weight: jax.Array, sizes: jax.Array, precision: Precision) -> jax.Array:
-    """x [M, in] in the compute dtype, of which sizes [E] rows in turn belong to each expert, times weight [E, out, in].
+    """x [M, in] in the compute dtype times weight [E, out, in]; sizes [E]: the number of consecutive rows per expert.
 
     Returns [M, out] in the compute dtype, 0 in rows beyond the sum of sizes. The cotangent of `weight` is float32.
     """
@@ -188,7 +189,7 @@ def _rows_times(x: jax.Array, weight: jax.Array, sizes: jax.Array, over: int, pr
     return jax.lax.platform_dependent(
         x, weight, sizes,
         tpu=ragged,
-        # The CPU has no fast kernel for a bfloat16 result: in float32 until all is there.
+        # The CPU has no fast kernel for a bfloat16 result: float32 until all blocks are done.
         cpu=functools.partial(by_blocks, most=BLOCK, result=jnp.float32),
         default=functools.partial(by_blocks, most=LARGE_BLOCK, result=x.dtype),
     )  # fmt: skip
@@ -201,7 +202,7 @@ def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, over: int, dot
 
 
 def rows_of_block(pairs: int, experts: int, most: int) -> int:
-    """About the pairs of an expert, if all have as many."""
+    """Rows of a block: about the pairs of an expert under a uniform load, within SMALLEST_BLOCK and `most`."""
     rows = SMALLEST_BLOCK
     while rows < min(most, pairs // experts):
         rows *= 2
@@ -209,7 +210,8 @@ def rows_of_block(pairs: int, experts: int, most: int) -> int:
 
 
 class _Blocks(NamedTuple):
-    """The blocks of `rows` rows that cover each expert's rows; the last of an expert reaches into others'."""
+    """The blocks of `rows` rows that cover each expert's rows; the last of an expert overlaps the next expert's
+    rows."""
 
     count: jax.Array
     expert: jax.Array  # [most blocks] int32 each
@@ -229,7 +231,7 @@ class _Blocks(NamedTuple):
         return _Blocks(last[-1], expert, start, ends[expert], rows)
 
     def place(self, i: jax.Array, pairs: int) -> tuple[jax.Array, jax.Array]:
-        """Of block i: where it is read, and which of its rows are its own, [rows, 1]."""
+        """The start of block i, and which of its rows belong to its expert, [rows, 1]."""
         at = jnp.minimum(self.start[i], pairs - self.rows)
         row = at + jnp.arange(self.rows, dtype=jnp.int32)
         return at, ((row >= self.start[i]) & (row < self.end[i]))[:, None]

@@ -2,14 +2,14 @@
 
     logp_t = logit_t[target_t] - logsumexp(logit_t)
 
-`default`: operands in the compute dtype, products accumulated and returned in float32 (the error of a bf16 head sits in
-rounding the logits, not in the products). `highest`: float32 operands too, the literal FP32 head. `bfloat16`: as
-`default`, with the logits rounded to it, as recipes without an FP32 head have them; what follows is float32.
+`default`: operands in the compute dtype, products accumulated and returned in float32 (the error of a bf16 head comes
+from rounding the logits, not from the products). `highest`: float32 operands too, the literal FP32 head. `bfloat16`: as
+`default`, with the logits rounded to it, as recipes without an FP32 head have them; later operations are float32.
 The chunks of a row are scanned under jax.checkpoint, and dW accumulates in float32.
 
 On a mesh each device scans its own part of its own rows, against its part of the vocabulary. The weight is rounded and
 gathered once, in the dtype of the products, before the scan, and its cotangent is summed over the devices once, after
-it: inside, both would travel with every chunk.
+it: inside the scan, both would be communicated for every chunk.
 """
 
 import functools
@@ -26,18 +26,18 @@ from scalerl_jax.model.lora import merged
 from scalerl_jax.model.precision import rounded as rounded_to
 from scalerl_jax.model.sharding import ROWS, spec
 
-Axes = tuple[str, ...]  # of the mesh; none of them where one device has all
+Axes = tuple[str, ...]  # of the mesh; empty if one device has everything
 
 
 def chunk_of(chunk: int, platform: str) -> int:
-    """Tokens of a row whose logits exist at once; 0: chosen for the platform. With every chunk the weight is read, and
-    the float32 sums of its gradient are read and written: 128 tokens keep a CPU's caches, and make an accelerator wait
-    for its memory."""
+    """Tokens of a row whose logits exist at once; 0: chosen for the platform. Each chunk reads the weight, and reads
+    and writes the float32 sums of its gradient: 128 tokens fit a CPU's caches, but make an accelerator wait for its
+    memory."""
     return chunk or (128 if platform == "cpu" else 1024)
 
 
 def head_weight(params: Params, config: DecoderConfig) -> jax.Array:
-    """[V, D]; the embedding itself where the two are tied."""
+    """[V, D]; the embedding itself if the two are tied."""
     return params["embed"] if config.tied_embeddings else params["head"]
 
 
@@ -66,8 +66,8 @@ def _product(hidden: jax.Array, weight: jax.Array, precision: Precision) -> jax.
 
 
 def spread_of(logit: jax.Array, precision: Precision) -> tuple[jax.Array, jax.Array]:
-    """logit [N, V] float32 -> (shifted so that the largest of each is 0, log of the sum of its exponentials [N, 1]):
-    their difference is the log-probs, as training has them."""
+    """logit [N, V] float32 -> (shifted so that the largest of each row is 0, log of the sum of its exponentials [N,
+    1]): their difference is the log-probs, as in training."""
     shifted = logit - jnp.max(logit, axis=-1, keepdims=True)
     if precision.bitwise:
         return shifted, row_blocks.log_sum(shifted, lead=1)[:, None]
@@ -76,7 +76,7 @@ def spread_of(logit: jax.Array, precision: Precision) -> tuple[jax.Array, jax.Ar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _logits(hidden: jax.Array, weight: jax.Array, sink: jax.Array, precision: Precision) -> jax.Array:
-    """[..., D], [V, D] in the products' dtype -> [..., V]. The weight's cotangent is `sink`'s, and so float32."""
+    """[..., D], [V, D] in the products' dtype -> [..., V]. The weight's cotangent goes to `sink`, so it is float32."""
     return _product(hidden, weight, precision)
 
 
@@ -100,7 +100,7 @@ _logits.defvjp(_logits_forward, _logits_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _sink(weight: jax.Array, width: int, axes: Axes) -> jax.Array:
-    """Zeros [V, width], whose cotangent becomes that of the weight [V, D], its part of the width along the axes."""
+    """Zeros [V, width]; their cotangent becomes the weight's [V, D], scattered over the width along the axes."""
     return jnp.zeros((weight.shape[0], width), jnp.float32)
 
 
@@ -134,10 +134,11 @@ def token_logprobs(
       targets: [rows, length] int32.
       chunk: tokens of each row whose logits exist at once: [rows, chunk, vocabulary] float32.
       entropy: also return the entropy of each distribution, in nats.
-      entropy_gradient: with its gradient.
-      ids: [rows, length, k] int32, tokens whose log-probs are wanted too; what stands at one below 0 is of no token.
+      entropy_gradient: differentiate the entropy.
+      ids: [rows, length, k] int32, tokens whose log-probs are returned too; ids below 0 are no token, and their values
+        are arbitrary.
 
-    Returns: [rows, length] float32; with `entropy`, another one behind it; with `ids`, [rows, length, k] behind these.
+    Returns: [rows, length] float32; with `entropy`, another one after it; with `ids`, [rows, length, k] after these.
     """
     weight = merged(head_weight(params, config))
     scan = functools.partial(
@@ -149,7 +150,7 @@ def token_logprobs(
     else:
         of_weight = spec(weight.shape, ("vocabulary", "width"), mesh)
         of_rows = PartitionSpec(ROWS, "context")
-        # Sums over the vocabulary's parts are written out inside: what varies over which axis is not checked.
+        # Sums over the vocabulary's parts are explicit inside, so that check_vma is not needed.
         logp, nats, *others = jax.shard_map(
             functools.partial(scan, vocabulary=of_weight[0] or (), width=of_weight[1] or ()),
             mesh=mesh, in_specs=(of_weight, *[of_rows] * len(scanned)), out_specs=of_rows, check_vma=False,
@@ -185,7 +186,7 @@ def _scan(
         return jax.lax.psum(x, vocabulary) if vocabulary else x
 
     def named(shifted: jax.Array, ids: jax.Array) -> jax.Array:
-        """[R, chunk, k]. Here a gather: masked sums would go over the vocabulary k times."""
+        """[R, chunk, k]. A gather: masked sums would read the vocabulary k times."""
         here = (ids >= first) & (ids < first + weight.shape[0])
         found = jnp.take_along_axis(shifted, jnp.where(here, ids - first, 0), axis=-1, mode="clip")
         return over_vocabulary(jnp.where(here, found, 0.0))
@@ -197,7 +198,7 @@ def _scan(
         shifted = logit - (jax.lax.pmax(top, vocabulary) if vocabulary else top)
         exponent = jnp.exp(shifted)
         total = over_vocabulary(jnp.sum(exponent, axis=-1))
-        # A masked sum and not a gather: on a CPU it fuses where a gather's scatter-add in the backward pass does not.
+        # A masked sum and not a gather: on a CPU it fuses, unlike the scatter-add of a gather's backward pass.
         token = first + jax.lax.broadcasted_iota(jnp.int32, logit.shape, logit.ndim - 1)
         target = over_vocabulary(jnp.sum(jnp.where(token == targets[..., None], shifted, 0.0), axis=-1))
         spread = row_blocks.log_sum(shifted, lead=2) if precision.bitwise else jnp.log(total)

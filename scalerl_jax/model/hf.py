@@ -1,6 +1,6 @@
 """The policy under its Hugging Face names, both directions, and folders of safetensors.
 
-Names and shapes are those of tensor_layout.py, on which the generators stand too. Matrices of layers are [out, in] in
+Names and shapes are those of tensor_layout.py, which the generators use too. Matrices of layers are [out, in] in
 the files and [in, out], stacked over layers, here.
 """
 
@@ -26,7 +26,7 @@ _BLOCK_BYTES = 16 * 2**20  # of float32
 
 
 def flat(params: Params) -> dict[str, Any]:
-    """Leaf -> array, of layers and outside of them."""
+    """Leaf -> array, both in layers and outside of them."""
     return {**{leaf: value for leaf, value in params.items() if leaf != "layers"}, **params["layers"]}
 
 
@@ -43,8 +43,8 @@ def to_hf(params: Params, config: DecoderConfig, dtype: Any) -> dict[str, jax.Ar
 def load_hf(path: str, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[DecoderConfig, Params]:
     """A Hugging Face folder as (config, parameters in `dtype`); on a mesh each device reads only its own part.
 
-    Beyond the parameters it takes the host's memory of a few blocks of a tensor. Raises ValueError naming the folder,
-    file or tensor that is missing, unsupported, not finite, of another shape, or none of this model.
+    Besides the parameters it needs host memory for a few blocks of a tensor. Raises ValueError naming the folder, file
+    or tensor that is missing, unsupported, not finite, of another shape, or not of this model.
     """
     config = read_config(path)
     tensors = Tensors(path, config)
@@ -73,8 +73,8 @@ def _load(
 ) -> list[jax.Array]:
     """One shard of a leaf, on each of these devices (None: the default).
 
-    It is filled block by block on the device, where a block is also transposed and converted: the host never holds more
-    of it than that. What is no larger than a block is made on the host: that compiles nothing.
+    It is filled block by block on the device, where each block is also transposed and converted: the host never holds
+    more than a block. A shard no larger than a block is made on the host: that compiles nothing.
     """
     shape = [len(part) for part in parts]
     blocks = _blocks(tensors, names[parts[0].start : parts[0].stop] if row.layered else names, row, parts)
@@ -90,14 +90,14 @@ def _load(
         held = [
             _put(filled, jax.device_put(block, device), corner, row.transposed) for filled, device in zip(held, devices)
         ]
-        jax.block_until_ready(held)  # no more blocks on their way than one
+        jax.block_until_ready(held)  # at most one block in transfer
     return held
 
 
 def _blocks(
     tensors: Tensors, names: Sequence[str], row: WeightRow, parts: Sequence[range]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(where it begins in the shard of the tree, a block as in the files), of one tensor after the other."""
+    """(position of the block in the shard of the tree, block as in the files), for one tensor after the other."""
     own = parts[1:] if row.layered else parts
     first, *others = own[::-1] if row.transposed else own
     bytes_each = math.prod(len(part) for part in others) * np.dtype(np.float32).itemsize

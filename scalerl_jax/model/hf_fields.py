@@ -1,16 +1,16 @@
-"""Which fields of a config.json change the function that a model computes, and what of each can be followed.
+"""Which fields of a config.json change the function that a model computes, and which values are supported.
 
 A key is one of these:
 
     read       by decoder_config.py for every family (READ), or by the family itself (its FIELDS and ONLY)
     followed   here: RoPE in both generations of config.json, windows, custom code, keys with one harmless value
-    harmless   what training or sampling is told, and nothing else: dropout, initializers, token ids, caches (_HARMLESS)
-    any other  refused where a word of its name is one of the maths (_MATHS) and its value does not say "off"
+    harmless   only for training or sampling: dropout, initializers, token ids, caches (_HARMLESS)
+    any other  refused if a word of its name is one of the maths (_MATHS) and its value does not mean "off"
 
-Neither a list of the harmful keys nor one of the harmless would do alone. Every year brings keys that change the maths
-(logit caps, multipliers, layers without RoPE, heads that predict further tokens), and such names speak of what they
-change; people's tools bring any others (`unsloth_version`, `transformers.js_config`), which must not stop anybody. To
-refuse one key too many costs a line that names it; to pass one would train another model than the generators run.
+A list of harmful keys alone would not do, nor one of harmless keys. Every year brings keys that change the maths (logit
+caps, multipliers, layers without RoPE, heads that predict further tokens), and their names mention what they change;
+users' tools add other keys (`unsloth_version`, `transformers.js_config`), which must not be refused. Refusing one key
+too many costs a line that names it; accepting one too many would train another model than the generators run.
 
 Every ValueError names a key and its value; the caller adds the file. No jax.
 """
@@ -48,11 +48,11 @@ _HARMLESS = frozenset(
 )
 _HARMLESS_NAME = re.compile(r"dropout|pdrop|_token(_id|_ids|_index)?$|^id2label$|^label2id$")
 _OFF = (None, False, 0, "", [], {})
-_ONE = re.compile(r"multiplier|scal|factor|ratio")  # of these 1 says "off"
+_ONE = re.compile(r"multiplier|scal|factor|ratio")  # for these 1 means "off"
 
 
 def shown(key: str, value: Any) -> str:
-    """key=value as config.json has it, on one line and not a long one."""
+    """key=value as in config.json, on one line, shortened if long."""
     text = json.dumps(value)
     return f"{key}={text if len(text) <= 80 else text[:77] + '...'}"
 
@@ -62,7 +62,7 @@ def refuse(key: str, value: Any, why: str = "") -> ValueError:
 
 
 def size(config: Json, key: str) -> int:
-    """A positive whole number."""
+    """The value of `key`, a positive whole number."""
     value = config.get(key)
     if value is None:
         raise ValueError(f"{key} is missing")
@@ -72,7 +72,7 @@ def size(config: Json, key: str) -> int:
 
 
 def number(config: Json, key: str, default: float) -> float:
-    """A positive finite number."""
+    """The value of `key`, a positive finite number."""
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{shown(key, value)} is not a positive number")
@@ -80,7 +80,7 @@ def number(config: Json, key: str, default: float) -> float:
 
 
 def stops(value: Any) -> tuple[int, ...]:
-    """Of eos_token_id: a token id, a list of them, or nothing."""
+    """The ids in eos_token_id: a token id, a list of them, or nothing."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if value == [] or any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in ids):
         raise ValueError(f"{shown('eos_token_id', value)} is not a token id or a list of them")
@@ -95,12 +95,12 @@ def flag(config: Json, key: str, default: bool) -> bool:
 
 
 def check(config: Json, *, architecture: str, read: Collection[str], only: Json) -> None:
-    """Raises ValueError naming the first field that says another function than the family's.
+    """Raises ValueError naming the first field that specifies another function than the family's.
 
     Args:
       architecture: the family's, in transformers.
-      read: keys that the family reads beside READ.
-      only: key -> the one value that the family can have; without the key it has that value.
+      read: keys that the family reads besides READ.
+      only: key -> the only value that the family supports, which is also the default.
     """
     for key, value in only.items():
         if key in config and config[key] not in (value, None):
@@ -125,7 +125,7 @@ def check(config: Json, *, architecture: str, read: Collection[str], only: Json)
 
 
 def _check_windows(config: Json) -> None:
-    """Every layer attends to all tokens before."""
+    """Raises ValueError unless every layer attends to all earlier tokens."""
     kinds = config.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list):
@@ -136,7 +136,7 @@ def _check_windows(config: Json) -> None:
         return
     window, used = config.get("sliding_window"), config.get("use_sliding_window")
     if window and used is not False:
-        first = config.get("max_window_layers")  # the layers from it on have the window
+        first = config.get("max_window_layers")  # layers from this one on have the window
         if not used or not isinstance(first, int) or first < size(config, "num_hidden_layers"):
             raise refuse("sliding_window", window, "every layer attends to all tokens before")
 
@@ -175,7 +175,7 @@ def _scaling(config: Json, key: str, table: Json) -> RopeScaling | None:
     if kinds[0] == "default":
         return None
     before, outside = dict(table), config.get(ROPE[-1])
-    if before.get(ROPE[-1]) is None:  # then it stands beside the table, or is the longest of all
+    if before.get(ROPE[-1]) is None:  # then it is outside of the table, or the maximum length is used
         before[ROPE[-1]] = config.get("max_position_embeddings") if outside is None else outside
     elif outside not in (None, before[ROPE[-1]]):
         inside = shown(f"{key}.{ROPE[-1]}", before[ROPE[-1]])
@@ -184,6 +184,6 @@ def _scaling(config: Json, key: str, table: Json) -> RopeScaling | None:
         if before.get(name) is None:
             raise ValueError(f"{key}.{name} is missing")
     factor, low, high, original = (number({f"{key}.{name}": before[name]}, f"{key}.{name}", 0.0) for name in ROPE)
-    if high < low:  # Llama 4 has them equal: then nothing lies between
+    if high < low:  # Llama 4 has them equal: then there is no range between them
         raise ValueError(f"{key}: {shown(ROPE[2], high)} is below {shown(ROPE[1], low)}")
     return factor, low, high, original

@@ -37,9 +37,9 @@ def write_model_folder(
 ) -> None:
     """Makes the folder `out`: weights in `dtype`, config.json, generation_config.json, the files of the tokenizer.
 
-    The tokenizer's files come from `tokenizer_dir`; where it is a model folder of the same decoder, its config.json and
-    generation_config.json are kept, so that nothing they say (padding, chat tokens) is lost.
-    Raises ValueError where `out` exists (and is not to be replaced) or tokenizer_dir has no tokenizer.json.
+    The tokenizer's files come from `tokenizer_dir`; if it is a model folder of the same decoder, its config.json and
+    generation_config.json are kept, so that their other fields (padding, chat tokens) are not lost.
+    Raises ValueError if `out` exists (and is not to be replaced) or tokenizer_dir has no tokenizer.json.
     """
     if os.path.exists(out) and not replace:
         raise ValueError(f"{out}: exists already")
@@ -51,9 +51,9 @@ def write_model_folder(
 
 
 def _write_weights(folder: str, params: Params, decoder: DecoderConfig, dtype: str, limit: int) -> None:
-    """One file, or several with an index. Never more than one file's tensors are held beside the parameters."""
+    """One file, or several with an index. At most one file's tensors are in memory in addition to the parameters."""
     held, files_of = hf_tensors(decoder), stored(decoder)
-    together: dict[str, list[str]] = {}  # what one tensor of the files is made of, or several
+    together: dict[str, list[str]] = {}  # stored tensor, or the first of several -> the names made of it
     for name, parts in files_of.items():
         together.setdefault(parts[0], []).append(name)
     width = jnp.dtype(dtype).itemsize
@@ -80,7 +80,7 @@ def _write_weights(folder: str, params: Params, decoder: DecoderConfig, dtype: s
 
 
 def _split(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """The names of the tensors, file by file. sizes: in bytes."""
+    """The names of the tensors of each file. sizes: in bytes."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -101,10 +101,10 @@ def _write_rest(folder: str, decoder: DecoderConfig, tokenizer_dir: str, dtype: 
     generation: dict[str, Any] = {"eos_token_id": config["eos_token_id"], "do_sample": True, "temperature": 1.0}
     if os.path.isfile(os.path.join(tokenizer_dir, "config.json")):
         if read_config(tokenizer_dir).canonical_json() == decoder.canonical_json():
-            # Of a model that reads images too only the text model is here.
+            # Of a model that also reads images only the text model is here.
             own = read_object(os.path.join(tokenizer_dir, "config.json"))
             config = {"architectures": config["architectures"], **text_of(own)} if "text_config" in own else own
-            # As both generations have it: a library that knows the other one alone would silently take its default.
+            # In both forms: a library that knows only the other one would silently use its default.
             config |= {key: value for key, value in rope.items() if not config.get(key)}
             config |= {"torch_dtype": dtype, "dtype": dtype}
         if os.path.isfile(os.path.join(tokenizer_dir, "generation_config.json")):

@@ -2,8 +2,8 @@
 
     W_eff = round(W + alpha / rank * B A)      A [rank, in], B [out, rank] trained, float32; W frozen, in the sync dtype
 
-A begins uniform in +-1/sqrt(in) and B at 0, so the first policy is the frozen one. Whatever uses a weight uses this
-merged one, and it is what is sent: a generator gets weights, or what changed in them, and knows nothing of adapters.
+A begins uniform in +-1/sqrt(in) and B at 0, so the first policy is the frozen one. Every use of a weight is of this
+merged one, which is also what is sent: a generator receives weights, or their changes, and knows nothing of adapters.
 
 In a parameter tree a weight with an adapter is a `LowRank`, in the layout of its leaf: a matrix of a layer is [in, out]
 = a b with a [in, rank] and b [rank, out]; experts and tables are [.., out, in] = b a. The gradient of a layer's matrix
@@ -33,10 +33,10 @@ from scalerl_jax.model.tensor_layout import layout, rows, sizes
 from scalerl_jax.system import files
 from scalerl_jax.system.files import read_object
 
-ALL_LINEAR = "all-linear"  # every matrix of the layers but routers
+ALL_LINEAR = "all-linear"  # every matrix of the layers except routers
 TABLES = ("embed", "head")
 
-BASE = "frozen_parameters"  # their fingerprint, in a checkpoint's manifest and an adapter's file
+BASE = "frozen_parameters"  # the fingerprint of the frozen parameters, in a checkpoint's manifest and an adapter's file
 
 Tree = dict[str, Any]  # like a parameter tree
 
@@ -56,7 +56,7 @@ class LowRank:
         return self.base.shape
 
     def __getitem__(self, index: Any) -> "LowRank":
-        """Of a stack of weights, one of them."""
+        """One weight of a stack."""
         return jax.tree.map(lambda part: part[index], self)
 
     def merged(self) -> jax.Array:
@@ -68,19 +68,19 @@ class LowRank:
         return self._add(self.base[index], self.left[index])
 
     def astype(self, dtype: Any) -> jax.Array:
-        """merged(), rounded to the dtype; of a stack of weights one after another."""
+        """merged(), rounded to the dtype; a stack of weights is merged one after another."""
         if self.base.ndim == 2:
             return self.merged().astype(dtype)
         return jax.lax.map(lambda one: one.merged().astype(dtype), self)
 
     def _add(self, base: jax.Array, left: jax.Array) -> jax.Array:
-        # One addition and nothing else, so that no compiler can round it in another way elsewhere.
+        # A single addition, so that no compiler can round it differently elsewhere.
         added = jnp.matmul(left, self.right * self.scale, precision=jax.lax.Precision.HIGHEST)
         return jax.lax.stop_gradient(base).astype(jnp.float32) + added
 
 
 def merged(weight: Any) -> Any:
-    """The weight itself where it has no adapter."""
+    """The merged weight; the weight itself if it has no adapter."""
     return weight.merged() if isinstance(weight, LowRank) else weight
 
 
@@ -92,19 +92,19 @@ def in_dtype(policy: Mapping[str, Any], dtype: Any) -> Tree:
 
 
 def check_base(what: str, found: str | None, base: str) -> None:
-    """Raises ValueError where an adapter is not of the frozen parameters with the fingerprint `base`."""
+    """Raises ValueError if an adapter does not belong to the frozen parameters with the fingerprint `base`."""
     if found != base:
         raise ValueError(f"{what} is of another policy than config.model.path")
 
 
 def starts_frozen(lora: "Lora | None") -> bool:
-    """Whether the policy that a run begins with is the frozen one, so that it need not be kept a second time."""
+    """Whether the initial policy of a run is the frozen one, so that it need not be kept a second time."""
     return lora is not None and not lora.folder
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Which weights of a model have an adapter. `leaves` in the order of the family's rows."""
+    """The weights of a model that have an adapter. `leaves` in the order of the family's rows."""
 
     decoder: DecoderConfig
     rank: int
@@ -115,7 +115,8 @@ class Lora:
 
     @classmethod
     def of(cls, decoder: DecoderConfig, *, rank: int, alpha: float, targets: str, folder: str, seed: int) -> "Lora":
-        """targets: as config.lora has them. Raises ValueError, one line, where a target or the rank cannot be."""
+        """targets: as config.lora has them. Raises ValueError, one line, if a target does not exist or the rank is too
+        high."""
         leaves, size, own = _targets(targets, decoder), sizes(decoder), rows(decoder)
         for leaf in leaves:
             least = min(size[dimension] for dimension in own[leaf].dimensions[-2:])
@@ -125,7 +126,7 @@ class Lora:
 
     @property
     def has_files(self) -> bool:
-        """Whether PEFT's files can hold it: experts that lie in one tensor with others have no form there."""
+        """Whether PEFT's files can hold it: they have no form for experts stored in one tensor with others."""
         return not any(row.columns for row in self._rows())
 
     def adapter(self, mesh: Mesh | None) -> Tree:
@@ -165,7 +166,7 @@ class Lora:
         return jax.jit(make, out_shardings=shardings)(jax.random.key(self.seed))
 
     def join(self, adapter: Mapping[str, Any], frozen: Mapping[str, Any]) -> Tree:
-        """The policy: the frozen parameters, a LowRank where there is an adapter."""
+        """The policy: the frozen parameters, with a LowRank for each adapter."""
         tree: Tree = {**frozen, "layers": dict(frozen["layers"])}
         for row in self._rows():
             place, own = (tree["layers"], adapter["layers"]) if row.layered else (tree, adapter)
@@ -186,12 +187,12 @@ def _struct(dimensions: tuple[str, ...], size: Mapping[str, int], mesh: Mesh | N
 
 
 def module(row: WeightRow) -> str:
-    """What Hugging Face calls the module of a weight, within a layer where it is of one; {}: an expert's number."""
+    """Hugging Face's name of a weight's module, within its layer if it is in one; {}: an expert's number."""
     return (row.stored or row.name).removesuffix(".weight")
 
 
 def _targets(text: str, decoder: DecoderConfig) -> tuple[str, ...]:
-    """The leaves that these names mean, as PEFT has it: a module's name, or the end of it."""
+    """The leaves that these names mean, as in PEFT: a module's name, or the end of it."""
     own = {leaf: row for leaf, row in rows(decoder).items() if len(row.dimensions) > 1}
     linear = [leaf for leaf, row in own.items() if row.layered and "router" not in row.dimensions]
     found: set[str] = set()
@@ -213,7 +214,7 @@ def _targets(text: str, decoder: DecoderConfig) -> tuple[str, ...]:
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# What makes another function of the same matrices.
+# Options that would make another function of the same matrices.
 _ONLY = {
     "peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "use_rslora": False, "use_dora": False,
     "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
@@ -221,7 +222,7 @@ _ONLY = {
 
 
 def _places(lora: Lora) -> Iterator[tuple[str, WeightRow, str, tuple[int, ...], bool]]:
-    """Of each array in the file: (its name, row, "a" | "b", its place in the leaf, whether it is turned there)."""
+    """For each array in the file: (its name, row, "a" | "b", its place in the leaf, whether it is transposed there)."""
     for name, tensor in layout(lora.decoder).items():
         row = tensor.row
         if row.leaf not in lora.leaves:
@@ -247,7 +248,7 @@ def write_adapter(
     """Makes the folder `out`, whole or not at all, which PEFT loads.
 
     model: the folder of the frozen policy. base: fingerprint of its parameters.
-    Raises ValueError where `out` exists (and is not to be replaced), and of experts that lie in one tensor with others.
+    Raises ValueError if `out` exists (and is not to be replaced), and for experts stored in one tensor with others.
     """
     if os.path.exists(out) and not replace:
         raise ValueError(f"{out}: exists already")
@@ -270,8 +271,8 @@ def write_adapter(
 def read_adapter(path: str, lora: Lora, mesh: Mesh | None = None, *, base: str = "") -> Tree:
     """The adapter in a folder, float32, laid out as Lora.adapter; without a mesh on the host.
 
-    base: fingerprint of the frozen parameters, compared where the file has one. Raises ValueError, one line, where it
-    is missing or broken, of another form than config.lora says, or of another policy.
+    base: fingerprint of the frozen parameters, compared if the file has one. Raises ValueError, one line, if the
+    adapter is missing or broken, has another form than config.lora, or belongs to another policy.
     """
     about, weights = (os.path.join(path, name) for name in (_CONFIG, _WEIGHTS))
     try:

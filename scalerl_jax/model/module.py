@@ -29,14 +29,14 @@ class Decoder(nnx.Module):
     """A decoder and its parameters.
 
     Shapes: tokens, positions and segment_ids are [rows, length] int32. Without segment_ids a row is one sequence; with
-    them it holds several, a token sees only those of its own segment, and 0 is padding. Without positions they count
+    them it holds several, a token attends only to its own segment, and 0 is padding. Without positions they count
     from 0 in each segment.
     """
 
     def __init__(
         self, config: DecoderConfig, params: Params, *, mesh: Mesh | None = None, precision: Precision = Precision()
     ):
-        """params: as `init_params` makes them. precision: of the computation; its default is float32 throughout."""
+        """params: as from `init_params`. precision: of the computation; its default is float32 throughout."""
         self.config, self.mesh, self.precision = config, mesh, precision
         _fill(self, params)
 
@@ -50,18 +50,18 @@ class Decoder(nnx.Module):
 
     @classmethod
     def initialized(cls, config: DecoderConfig, key: jax.Array, *, mesh: Mesh | None = None) -> "Decoder":
-        """Fresh parameters."""
+        """A decoder with newly initialized parameters."""
         return cls(config, init_params(config, key, mesh), mesh=mesh)
 
     @property
     def params(self) -> Params:
-        """The tree that the functions of scalerl_jax.model take."""
+        """The tree that the functions of scalerl_jax.model use."""
         return nnx.to_pure_dict(nnx.state(self, nnx.Param))
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
     ) -> jax.Array:
-        """Logits [rows, length, vocabulary] float32 of the token after each."""
+        """Logits [rows, length, vocabulary] float32 of the next token after each position."""
         params = self.params
         hidden = self._hidden(params, tokens, positions, segment_ids)
         return logits(params, self.config, hidden, precision=self.precision)
@@ -73,7 +73,8 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """log p [rows, length] float32 of targets [rows, length], each after the token in its place and all before."""
+        """log p [rows, length] float32 of targets [rows, length], each given the token at its position and all
+        before."""
         params = self.params
         hidden = self._hidden(params, tokens, positions, segment_ids)
         return token_logprobs(params, self.config, hidden, targets, precision=self.precision, mesh=self.mesh)
@@ -81,7 +82,7 @@ class Decoder(nnx.Module):
     def save_pretrained(self, path: str, *, tokenizer: str, dtype: str = "float32") -> None:
         """Writes a Hugging Face folder that transformers and vLLM load, whole or not at all.
 
-        tokenizer: the folder whose tokenizer it gets.
+        tokenizer: the folder whose tokenizer is copied.
         """
         write_model_folder(path, params=self.params, decoder=self.config, tokenizer_dir=tokenizer, dtype=dtype)
 
@@ -102,7 +103,7 @@ def _fill(module: nnx.Module, tree: Mapping[str, Any]) -> nnx.Module:
 
 
 def _positions_in(segment_ids: jax.Array) -> jax.Array:
-    """From 0 in each segment of [rows, length]."""
+    """Positions from 0 in each segment of [rows, length]."""
     index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
     begins = jnp.concatenate(
         [jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1

@@ -1,13 +1,13 @@
-"""What the forward pass over the blocks keeps for the backward pass, and what is computed a second time there.
+"""What the forward pass over the blocks keeps for the backward pass, and what is recomputed there.
 
-                   kept                                                    computed again
+                   kept                                                    recomputed
     none           all that a gradient needs                               nothing
-    save_products  as save_attention, and every product with a weight      what lies between products: norms, rotations
+    save_products  as save_attention, and every product with a weight      operations between products: norms, rotations
     save_attention each block's input, attention's output and its sums     each block, but not attention's scores
     block          each block's input                                      each block
     full           the input of every n-th block, n about sqrt(blocks)     each block twice
 
-In this order memory falls and time rises; on CPUs, where memory's traffic is dear, `block` may be the faster one.
+In this order memory falls and time rises; on CPUs, where memory traffic is expensive, `block` may be the faster one.
 The values are the same in all of them, and the gradients to rounding.
 """
 
@@ -20,14 +20,14 @@ from scalerl_jax.model.attention import SAVED
 
 NONE, SAVE_PRODUCTS, SAVE_ATTENTION, BLOCK, FULL = "none", "save_products", "save_attention", "block", "full"
 REMATS = (NONE, SAVE_PRODUCTS, SAVE_ATTENTION, BLOCK, FULL)  # each takes less memory than those before
-PRODUCTS_AGAIN, ATTENTION_AGAIN = (SAVE_ATTENTION, BLOCK, FULL), (BLOCK, FULL)  # with which these are computed twice
+PRODUCTS_AGAIN, ATTENTION_AGAIN = (SAVE_ATTENTION, BLOCK, FULL), (BLOCK, FULL)  # where these are recomputed
 PRODUCT = "product"  # the name of a product with a weight (jax.ad_checkpoint)
 
 Block = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 
 
 def scan_blocks(block: Block, x: jax.Array, weights: Any, remat: str) -> tuple[jax.Array, Any]:
-    """`x` through every block, and what they give beside, stacked; weights: stacked over them. As jax.lax.scan."""
+    """`x` through every block, and their other outputs, stacked. weights: stacked over blocks. As jax.lax.scan."""
     if remat == NONE:
         return jax.lax.scan(block, x, weights)
     if remat in _POLICIES:
@@ -48,12 +48,13 @@ def scan_blocks(block: Block, x: jax.Array, weights: Any, remat: str) -> tuple[j
 
 
 def group_size(count: int) -> int:
-    """Blocks of a group, so that the inputs of groups and of the blocks of one are fewest; it divides `count`."""
+    """Blocks of a group: the divisor of `count` that keeps the fewest inputs, of groups and of the blocks of one."""
     return min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: (count // n + n, n))
 
 
 def _keeps(*names: str) -> Callable[..., bool]:
-    """Blocks and splash say by name what they keep; cuDNN's call is one operation, all of whose results are kept."""
+    """A policy that keeps values of these names (blocks, splash), and all results of cuDNN's call, which is one
+    operation."""
     named = jax.checkpoint_policies.save_only_these_names(*names)
 
     def policy(primitive: Any, *arguments: Any, **parameters: Any) -> bool:

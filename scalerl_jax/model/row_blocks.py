@@ -1,14 +1,14 @@
-"""Stages of so many rows at a time that a token has the same bits wherever it stands: config.numerics=bitwise.
+"""Stages computed for a fixed number of rows, so that a token has the same bits at any place: config.numerics=bitwise.
 
-A product of 3 rows is summed in another order than one of 3,000, and so is a norm or a softmax: which kernel a compiler
-takes goes by the shape, and by what it fuses with it. So here every stage that works on tokens one by one is a function
-of exactly ROWS tokens between barriers, in the trainer, where tokens are positions of packed rows, as in the generator,
-where they are slots. What a stage is given has the same shape and nothing to be fused with, so it is the same machine
-code; padding fills the last block. Attention is in attention/tiles.py.
+A product of 3 rows is summed in another order than one of 3,000, and so is a norm or a softmax: a compiler chooses the
+kernel by the shape, and by what it fuses with it. So here every stage that works on tokens one by one is a function of
+exactly ROWS tokens between barriers, in the trainer, where tokens are positions of packed rows, as in the generator,
+where they are slots. The inputs of a stage always have the same shape and nothing to be fused with, so it is the same
+machine code; padding fills the last block. Attention is in attention/tiles.py.
 
-Sums, products and roundings that stand alone need none of this: one operation of IEEE 754 has one result.
+Separate sums, products and roundings need none of this: one operation of IEEE 754 has one result.
 
-The backward pass is the one of the other numerics: of all tokens at once. It is compared with nothing.
+The backward pass is that of the other numerics, over all tokens at once. No other side computes it.
 """
 
 import functools
@@ -34,14 +34,14 @@ ROWS = 64  # tokens of a block; a multiple of 8, in which kernels of products tr
 _NO_MATTER = ("--xla_force_host_platform_device_count", "--xla_dump")  # options of XLA that change no bits
 QUERIES, TILE = 4, 32  # of attention: queries of a block, keys of a tile; segments start at multiples of a tile
 
-Stage = Callable[[Sequence[Any], Sequence[Any]], Any]  # of arrays [ROWS, ...] and of what all blocks share
+Stage = Callable[[Sequence[Any], Sequence[Any]], Any]  # of arrays [ROWS, ...] and of arguments that all blocks share
 
 barrier = jax.lax.optimization_barrier
 
 
 def alignment(precision: Precision, decoder: DecoderConfig, seq_len: int) -> int:
-    """Of the segments of packed rows: they start at multiples of it. Raises ValueError where numerics=bitwise is not
-    there for this decoder or length of rows."""
+    """The segments of packed rows start at multiples of this. Raises ValueError if numerics=bitwise does not support
+    this decoder or length of rows."""
     if not precision.bitwise:
         return 1
     if fault := unfit(decoder):
@@ -52,7 +52,7 @@ def alignment(precision: Precision, decoder: DecoderConfig, seq_len: int) -> int
 
 
 def unfit(decoder: DecoderConfig) -> str:
-    """Why a decoder cannot be computed so; "": it can."""
+    """Why numerics=bitwise does not support a decoder; "" if it does."""
     if decoder.experts:
         return f"not with experts, and the model has {decoder.experts}: their tokens are sorted"
     return "not with attention in chunks" if decoder.attention_chunk else ""
@@ -61,8 +61,8 @@ def unfit(decoder: DecoderConfig) -> str:
 def in_blocks(stage: Stage, rows: Sequence[Any], shared: Sequence[Any] = (), *, lead: int, mesh: Mesh | None = None):
     """stage(rows, shared), ROWS tokens at a time.
 
-    rows: arrays whose first `lead` dimensions are the tokens. mesh: the first of them is cut over the axes of rows.
-    Not to be differentiated.
+    rows: arrays whose first `lead` dimensions are the tokens. mesh: the first of them is sharded over the axes of rows.
+    Not differentiable.
     """
     local = functools.partial(_in_blocks, stage, lead)
     if mesh is None or mesh.size == 1:
@@ -86,8 +86,8 @@ def _in_blocks(stage: Stage, lead: int, rows: Sequence[Any], shared: Sequence[An
 
 
 def in_a_loop(stage: Stage, blocks: Sequence[jax.Array], shared: Sequence[Any]) -> Any:
-    """As jax.lax.map of the stage over the blocks [n, ...], in a loop of which the compiler does not know how often it
-    goes: it would write a single turn out, and lay out its operands as suits what stands around it."""
+    """As jax.lax.map of the stage over the blocks [n, ...], with a trip count unknown to the compiler, which else
+    unrolls a loop of one iteration, and lays out its operands to suit the surrounding code."""
 
     def turn(number: Any, carry: Any) -> Any:
         out, blocks, shared = carry
@@ -103,7 +103,7 @@ def in_a_loop(stage: Stage, blocks: Sequence[jax.Array], shared: Sequence[Any]) 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def staged(stage: Stage, rows: tuple[Any, ...], shared: tuple[Any, ...], lead: int, mesh: Mesh | None = None) -> Any:
-    """As in_blocks, with the gradient of the stage of all tokens at once."""
+    """As in_blocks, with the gradient of the stage over all tokens at once."""
     return in_blocks(stage, rows, shared, lead=lead, mesh=mesh)
 
 
@@ -114,7 +114,7 @@ staged.defvjp(
 
 
 def product(x: jax.Array, weight: jax.Array, dot: Any, *, lead: int, mesh: Mesh | None = None) -> jax.Array:
-    """x [..., in] times weight [out, in] of its dtype -> [..., out] float32. Not to be differentiated."""
+    """x [..., in] times weight [out, in] of its dtype -> [..., out] float32. Not differentiable."""
     return in_blocks(functools.partial(_product, dot), (x,), (weight,), lead=lead, mesh=mesh)
 
 
@@ -124,7 +124,7 @@ def _product(dot: Any, rows: Sequence[Any], shared: Sequence[Any]) -> jax.Array:
 
 
 def log_sum(shifted: jax.Array, *, lead: int) -> jax.Array:
-    """log of the sum of exp(shifted) over the last axis; the largest of each is 0."""
+    """log of the sum of exp(shifted) over the last axis, whose largest value is 0."""
     return staged(_log_sum, (shifted,), (), lead)
 
 
@@ -134,7 +134,7 @@ def _log_sum(rows: Sequence[Any], shared: Sequence[Any]) -> jax.Array:
 
 @functools.cache
 def fingerprint() -> str:
-    """What two sides must have in common besides weights and dtypes. One line."""
+    """The properties that two sides must share besides weights and dtypes. One line."""
     options = [one for one in os.environ.get("XLA_FLAGS", "").split() if not one.startswith(_NO_MATTER)]
     return (
         f"rows {ROWS}, tiles {QUERIES}x{TILE}, jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}, "
@@ -143,7 +143,8 @@ def fingerprint() -> str:
 
 
 def _processor() -> str:
-    """What XLA chooses machine code by. Not how many threads it has: products are cut along what is not summed."""
+    """What XLA chooses machine code by. Not the number of threads: products are split along dimensions that are not
+    summed."""
     if jax.local_devices()[0].platform != "cpu":
         return machine.machine()
     info = pathlib.Path("/proc/cpuinfo")

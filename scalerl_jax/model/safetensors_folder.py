@@ -1,11 +1,11 @@
 """The safetensors of a model folder: a slice of a tensor costs the bytes of the slice, on the disk and in memory.
 
     file     8 bytes n, little-endian; n bytes of JSON {name: {"dtype", "shape", "data_offsets"}}; the data
-    folder   the files that model.safetensors.index.json names; without it model.safetensors. No other is read:
-             beside them lie other people's layouts (consolidated.safetensors) and what an older export left
+    folder   the files that model.safetensors.index.json names; without it model.safetensors. No other file is read:
+             others have different layouts (consolidated.safetensors), or are left from an older export
 
-Bytes are read and not mapped: the pages of a map count as this process's memory as long as it lasts, and a file that is
-cut short meanwhile would end the process, not raise.
+Bytes are read and not mapped: mapped pages count as this process's memory while the map exists, and truncating the file
+meanwhile would end the process instead of raising.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.tensor_layout import layout, stored
 from scalerl_jax.system.files import read_object
 
-_BESIDE_IMAGES = "language_model."  # before the names of a text model that is part of another
-_OF_IMAGES = ("vision_model.", "multi_modal_projector.")  # what is not read of that one
+_BESIDE_IMAGES = "language_model."  # prefix of the names of a text model that is part of another
+_OF_IMAGES = ("vision_model.", "multi_modal_projector.")  # tensors of that one that are not read
 _BUFFER = re.compile(r"\.rotary_emb\.(inv_freq|(cos|sin)_cached)$")  # made from config.json; old files have them
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 INDEX = "model.safetensors.index.json"
@@ -36,8 +36,8 @@ _INFINITY = {
     np.dtype(kind): int(np.array(np.inf, kind).view(f"u{np.dtype(kind).itemsize}")) for kind in _DTYPES.values()
 }
 _BLOCK_BYTES = 16 * 2**20
-_MOST_HEADER = 10**8  # bytes, as the format has it
-# Shorter pieces are read together with what is between them: a disk gives no less than a page.
+_MOST_HEADER = 10**8  # bytes, the format's limit
+# Shorter pieces are read together with the bytes between them: a disk reads at least a page.
 _PAGE = 4096
 
 
@@ -46,16 +46,16 @@ class _Stored:
     file: io.FileIO
     begin: int  # in the file
     shape: tuple[int, ...]
-    dtype: str  # as the format names it
+    dtype: str  # as the format calls it
 
 
 class Tensors(Mapping[str, np.ndarray]):
     """The tensors of a folder by name; the files stay open.
 
-    config: of the model there; then the names are those of tensor_layout, and experts stored one by one are one tensor.
-    Raises ValueError, one line that names folder or file, where there are no weights, a file or an expert is missing,
-    or a file is broken; with a config also where a tensor is none of that model, which would then be left out of the
-    policy, or a head is there that is not the embeddings to which the config ties it.
+    config: of the folder's model; then the names are those of tensor_layout, and experts stored one by one are one
+    tensor. Raises ValueError, one line that names folder or file, if there are no weights, a file or an expert is
+    missing, or a file is broken; with a config also if a tensor is not part of that model, and so would be left out of
+    the policy, or if there is a head that differs from the embeddings to which the config ties it.
     """
 
     def __init__(self, path: str, config: DecoderConfig | None = None):
@@ -70,7 +70,7 @@ class Tensors(Mapping[str, np.ndarray]):
         beside_images = any(name.startswith(_BESIDE_IMAGES) for name in self._where)
         if beside_images:
             self._where = {name.removeprefix(_BESIDE_IMAGES): one for name, one in self._where.items()}
-        # The contract's name -> the stored ones, where there are several, and where it is part of one.
+        # The contract's name -> the stored names if there are several, or the stored tensor that it is part of.
         self._parts: dict[str, list[str]] = {}
         self._columns: dict[str, tuple[str, int, int]] = {}
         for name, parts in {} if config is None else stored(config).items():
@@ -100,7 +100,7 @@ class Tensors(Mapping[str, np.ndarray]):
         return len(list(iter(self)))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Raises ValueError where experts have several."""
+        """The shape of a tensor. Raises ValueError if its experts have different shapes."""
         if name in self._columns:
             whole, _, of = self._columns[name]
             return _turned((*self._where[whole].shape[:-1], self._where[whole].shape[-1] // of))
@@ -123,14 +123,15 @@ class Tensors(Mapping[str, np.ndarray]):
                 )
 
     def _check_tied(self) -> None:
-        """Where both are there and differ, transformers 5 ties nothing; transformers 4 and vLLM leave the head out."""
+        """Raises ValueError if head and embeddings differ: transformers 5 then ties nothing; transformers 4 and vLLM
+        ignore the head."""
         head, embed = self._where[_HEAD], self._where[_EMBED]
         same = head.shape == embed.shape
         step = max(1, _BLOCK_BYTES // max(1, math.prod(head.shape[1:]) * 8))
         for start in range(0, head.shape[0] if same else 0, step):
             rows = (slice(start, start + step), *(slice(None) for _ in head.shape[1:]))
             one, other = self._stored(_HEAD, rows), self._stored(_EMBED, rows)
-            # Bytes are compared faster, and zeros have two.
+            # Comparing bytes is faster, but zero has two forms.
             if one.tobytes() != other.tobytes() and not np.array_equal(one.astype(float), other.astype(float)):
                 same = False
                 break
@@ -144,13 +145,13 @@ class Tensors(Mapping[str, np.ndarray]):
     def read(self, name: str, index: Sequence[slice]) -> np.ndarray:
         """Part of a tensor, one slice of step 1 per dimension, in its own dtype and memory.
 
-        Raises ValueError naming the tensor and its file, where that is no longer as long as it was, holds no floats, or
-        one that is not finite.
+        Raises ValueError naming the tensor and its file, if the file has become shorter, or the tensor holds no floats
+        or one that is not finite.
         """
         if name in self._parts:
             names = self._parts[name][index[0]]
             first = self.read(names[0], index[1:])
-            # One after the other into its place: before a stack they would all be held twice.
+            # Each is read into its place: with a stack all would be held twice.
             experts = np.empty((len(names), *first.shape), first.dtype)
             for number, part in enumerate(names):
                 if self._where[part].dtype != self._where[names[0]].dtype:
@@ -168,13 +169,13 @@ class Tensors(Mapping[str, np.ndarray]):
         return self._stored(name, index)
 
     def _stored(self, name: str, index: Sequence[slice]) -> np.ndarray:
-        """As in the file."""
+        """The stored tensor's part, as in the file."""
         one = self._where[name]
         if one.dtype not in _DTYPES:
             raise ValueError(f"{one.file.name}: tensor {name} is of {one.dtype}, not of {', '.join(_DTYPES)}")
         parts = [range(*part.indices(size)) for part, size in zip(index, one.shape, strict=True)]
         dtype = np.dtype(_DTYPES[one.dtype])
-        # What is inside of the last dimension that is cut lies in one piece.
+        # Dimensions after the last sliced one are contiguous.
         last = max((i for i, part in enumerate(parts) if len(part) < one.shape[i]), default=0)
         inner = math.prod(one.shape[last + 1 :]) * dtype.itemsize
         if last and len(parts[last]) * inner < _PAGE:
@@ -197,7 +198,8 @@ class Tensors(Mapping[str, np.ndarray]):
 
 
 def _finite(array: np.ndarray) -> bool:
-    """By their bits, which costs less than to read them did: the infinities and NaNs are the largest of each sign."""
+    """Whether all are finite, by their bits, which is cheaper than reading them was: infinities and NaNs are the
+    largest of each sign."""
     infinity, bits = _INFINITY[array.dtype], 8 * array.dtype.itemsize
     signed, unsigned = array.view(f"i{array.dtype.itemsize}"), array.view(f"u{array.dtype.itemsize}")
     return not array.size or (int(signed.max()) < infinity and int(unsigned.max()) < infinity + 2 ** (bits - 1))
@@ -219,7 +221,7 @@ def _fill(one: _Stored, name: str, into: memoryview, offset: int) -> None:
 
 
 def _files(path: str) -> dict[str, list[str] | None]:
-    """File -> the tensors to be read from it; None: all."""
+    """File -> the tensors to be read from it; None: all of them."""
     index = os.path.join(path, INDEX)
     there = sorted(f for f in os.listdir(path) if f.endswith(".safetensors")) if os.path.isdir(path) else []
     if not os.path.isfile(index):

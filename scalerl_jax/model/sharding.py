@@ -1,12 +1,12 @@
-"""Where each array lies on the mesh, said once.
+"""The sharding of each array on the mesh, defined in one place.
 
     replica   whole copies, over the slower network
-    fsdp      weights are cut along it, and the batch's rows
-    context   the positions of a row are cut along it, and weights
-    expert    experts are cut along it; for all else it is one more fsdp
-    tensor    heads, MLP columns and vocabulary are cut along it
+    fsdp      shards weights, and the batch's rows
+    context   shards the positions of a row, and weights
+    expert    shards experts; for everything else it is another fsdp
+    tensor    shards heads, MLP columns and vocabulary
 
-The row of a weight names its dimensions; `RULES` says along which axes each of these names is cut.
+The row of a weight names its dimensions; `RULES` gives the axes along which each of these names is sharded.
 """
 
 import math
@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("replica", "fsdp", "context", "expert", "tensor")
-ROWS = ("replica", "fsdp", "expert")  # along which a batch's rows are cut
+ROWS = ("replica", "fsdp", "expert")  # axes that shard a batch's rows
 
-# A dimension of the rows in families/ -> mesh axes; any other is whole on every device.
+# A dimension of the rows in families/ -> mesh axes; any other is replicated.
 RULES = {
     "experts": ("expert",),
     "width": ("fsdp", "context", "expert"),
@@ -30,15 +30,15 @@ RULES = {
     "expert_mlp": ("tensor",),
     "vocabulary": ("tensor",),
 }
-WEIGHTS = MESH_AXES[1:]  # along which weights are cut
+WEIGHTS = MESH_AXES[1:]  # axes that shard weights
 
 
 def mesh_sizes(
     devices: int, *, replica: int = 1, fsdp: int = 0, context: int = 1, expert: int = 1, tensor: int = 1
 ) -> dict[str, int]:
-    """Of every axis, over so many devices. fsdp=0 takes what the others leave.
+    """The size of every axis, over so many devices. fsdp=0 uses the devices that the others leave.
 
-    Raises ValueError where the axes do not multiply to the number of devices.
+    Raises ValueError if the sizes do not multiply to the number of devices.
     """
     if fsdp == 0:
         fsdp = max(1, devices // (replica * context * expert * tensor))
@@ -58,14 +58,14 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axes: int) -> Me
 
 
 def row_shards(mesh: Mesh) -> int:
-    """Parts that a batch's rows are cut into."""
+    """Number of parts of a batch's rows."""
     return int(np.prod([mesh.shape[axis] for axis in ROWS]))
 
 
 def spec(shape: Sequence[int], dimensions: Sequence[str], mesh: Mesh) -> PartitionSpec:
     """The partition of a weight with these dimensions.
 
-    A dimension that its axes do not divide is cut along the first of them that do; each axis cuts one dimension.
+    An axis shards a dimension if it divides what earlier axes leave of it; each axis shards at most one dimension.
     """
     parts: list[tuple[str, ...] | None] = []
     free = {axis: size for axis, size in mesh.shape.items() if size > 1}
@@ -80,7 +80,7 @@ def spec(shape: Sequence[int], dimensions: Sequence[str], mesh: Mesh) -> Partiti
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *parts: Any) -> jax.Array:
-    """`x` laid out as given on the mesh; as it is where there is no mesh."""
+    """`x` with this sharding on the mesh; unchanged without a mesh."""
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*parts)))

@@ -1,17 +1,16 @@
-"""The tensors of the policy, from its family's rows: names, shapes, order, and where each lies in vLLM.
+"""The tensors of the policy, from its family's rows: names, shapes, order, and the place of each in vLLM.
 
     layout     config -> {Hugging Face name: Tensor}, in the order in which weights are sent and stored
-    pieces     (config, rank, workers) -> where one worker of vLLM holds what of each tensor
+    pieces     (config, rank, workers) -> where one worker of vLLM holds which part of each tensor
 
-Of W workers, worker r holds of each tensor the part r n/W to (r+1) n/W along the one dimension of CUT that it has, and
-all of a tensor that has none. With fewer key/value heads K than workers, W/K workers in a row hold the same head; the
-vocabulary is first rounded up to a multiple of 64, and no tensor fills the padding. Along the same dimension the
-parts of a fused parameter stand one after another: q, k and v make qkv_proj, gate and up make gate_up_proj.
+Of W workers, worker r holds of each tensor the part r n/W to (r+1) n/W along its dimension in CUT, and all of a tensor
+without one. With fewer key/value heads K than workers, W/K workers in a row hold the same head; the vocabulary is first
+rounded up to a multiple of 64, and no tensor fills the padding. Along the same dimension the parts of a fused parameter
+follow one another: q, k and v make qkv_proj, gate and up make gate_up_proj.
 
-Nothing here knows torch, jax or vLLM. A tensor may have any number of dimensions: experts [E, out, in] are a row more,
-one tensor on the wire and in vLLM; published folders hold each expert by itself (`stored`).
+Nothing here depends on torch, jax or vLLM. A tensor may have any number of dimensions: experts [E, out, in] are one
+row, one tensor on the wire and in vLLM; published folders hold each expert separately (`stored`).
 """
-
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ CUT = (
     "kv_heads",
     "mlp",
     "expert_mlp",
-)  # among vLLM's workers; of these a tensor has at most one
+)  # split among vLLM's workers; a tensor has at most one of these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,18 +43,18 @@ class Tensor:
 
     @property
     def tree_shape(self) -> tuple[int, ...]:
-        """Of one layer in the trainer's tree."""
+        """The shape of one layer in the trainer's tree."""
         return self.shape[::-1] if self.row.transposed else self.shape
 
 
 def rows(config: DecoderConfig) -> dict[str, WeightRow]:
-    """Leaf -> its row, of those of the family that this model has."""
+    """Leaf -> its row, for the family's rows that this model has."""
     own = FAMILIES[config.family].ROWS
     return {row.leaf: row for row in own if not (config.tied_embeddings and row.leaf == "head")}
 
 
 def sizes(config: DecoderConfig) -> dict[str, int]:
-    """Of every dimension that a row may name."""
+    """The size of every dimension that a row may name."""
     return {
         "layers": config.layers,
         "vocabulary": config.vocab_size,
@@ -89,7 +88,7 @@ def layout(config: DecoderConfig) -> Mapping[str, Tensor]:
 
 
 def stored(config: DecoderConfig) -> dict[str, list[str]]:
-    """Hugging Face name -> its tensors in the files: itself, each expert's in order, or one that holds others too."""
+    """Hugging Face name -> its tensors in the files: itself, each expert's in order, or one that also holds others."""
     out = {}
     for name, tensor in layout(config).items():
         row, prefix = tensor.row, name.removesuffix(tensor.row.name)
@@ -114,16 +113,17 @@ def check_shapes(config: DecoderConfig, shapes: Mapping[str, Sequence[int]], of:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What one worker holds of one tensor: tensor[source] is parameter[target], both with a slice per dimension."""
+    """The part of one tensor that one worker holds: tensor[source] is parameter[target], both with a slice per
+    dimension."""
 
     parameter: str  # full name
     shape: tuple[int, ...]  # the tensor's
     source: tuple[slice, ...]
     target: tuple[slice, ...]
-    size: tuple[int, ...]  # what all tensors fill of the parameter; vLLM's may have more rows, which pad the vocabulary
+    size: tuple[int, ...]  # extent of all tensors in the parameter; vLLM's may have more rows, which pad the vocabulary
 
     def scatter(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Flat positions in the tensor -> (which of them this worker holds [n] bool, where those are in the parameter).
+        """Flat positions in the tensor -> (which of them this worker holds [n] bool, their positions in the parameter).
 
         Args:
           positions: [n] int64, row-major.
@@ -139,12 +139,12 @@ class Piece:
 
 
 def pieces(config: DecoderConfig, rank: int = 0, workers: int = 1) -> dict[str, Piece]:
-    """Hugging Face name -> what worker `rank` of `workers` holds of it; a tensor it holds nothing of has no rows.
+    """Hugging Face name -> the part that worker `rank` of `workers` holds; a tensor it holds nothing of has no rows.
 
     Raises ValueError naming what cannot be split over so many workers.
     """
     check_workers(config, workers)
-    parts, filled = {}, dict[str, int]()  # parameter -> what its parts so far fill along the dimension that is cut
+    parts, filled = {}, dict[str, int]()  # parameter -> extent of its parts so far along the split dimension
     for name, tensor in layout(config).items():
         cut = next((i for i, dimension in enumerate(tensor.row.dimensions) if dimension in CUT), None)
         source = [slice(0, size) for size in tensor.shape]
@@ -163,7 +163,7 @@ def pieces(config: DecoderConfig, rank: int = 0, workers: int = 1) -> dict[str, 
 
 
 def check_workers(config: DecoderConfig, workers: int) -> None:
-    """Raises ValueError where a model cannot be split over so many workers."""
+    """Raises ValueError if a model cannot be split over so many workers."""
     if workers < 1:
         raise ValueError(f"{workers} workers: at least one is needed")
     size = sizes(config)
@@ -180,7 +180,7 @@ def check_workers(config: DecoderConfig, workers: int) -> None:
 
 
 def _share(config: DecoderConfig, dimension: str, size: int, rank: int, workers: int) -> slice:
-    """The part of that dimension that a worker holds."""
+    """The part of a dimension that a worker holds."""
     if dimension == "vocabulary":
         each = -(-size // VOCABULARY_PADDING) * VOCABULARY_PADDING // workers
         return slice(min(size, rank * each), min(size, (rank + 1) * each))

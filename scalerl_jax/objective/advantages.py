@@ -4,13 +4,13 @@
     Ahat = A / sqrt(mean of A^2 over the surviving batch)   `batch`: ScaleRL
          = A / (std of the prompt + 1e-6)                   `prompt`: GRPO
          = A                                                `none`: Dr. GRPO
-         = A / mean_j r_j                                   `maxrl`, with r_i = 1 where right, else 0
+         = A / mean_j r_j                                   `maxrl`, with r_i = 1 if correct, else 0
 
-MaxRL is of binary rewards: it takes the verifier's word in place of the reward, and a prompt without a right completion
-has advantages of 0. Rare successes count most: a prompt with one right of G gives that one G - 1.
+MaxRL is for binary rewards: it uses the verifier's `correct` in place of the reward, and a prompt without a correct
+completion has advantages of 0. Rare successes count most: one correct completion of G has the advantage G - 1.
 
-By turn, of episodes whose steps have rewards (`credit`): turn t of completion i has R_it, the rewards of that turn and
-all behind it, in the place of r_i, and the means and scales above are over the completions that have a turn t.
+By turn, for episodes whose steps have rewards (`credit`): turn t of completion i has R_it, the rewards of that turn and
+all after it, in place of r_i, and the means and scales above are over the completions that have a turn t.
 
 Computed on the host in float64: these numbers are settled before packing, sharding and micro-batching.
 
@@ -20,7 +20,7 @@ Aggregation as one number per loss token (arXiv 2510.13786, section 3.2).
     sample   1 / (P G_p |y_i|)  G_p counted completions of the prompt, |y_i| loss tokens of the completion
     token    1 / (all loss tokens)
 
-A completion without loss tokens has no mean of its own: it is none of G_p, and a prompt of nothing else none of P.
+A completion without loss tokens has no mean: it is not counted in G_p, and a prompt of only such ones not in P.
 
 The loss is then a plain sum over tokens, so that no packing, sharding or micro-batching can change it.
 """
@@ -28,7 +28,7 @@ The loss is then a plain sum over tokens, so that no packing, sharding or micro-
 import numpy as np
 
 NORMALIZATIONS = ("batch", "prompt", "none", "maxrl")
-_PROMPT_EPSILON = 1e-6  # of GRPO's division; the paper does not give its own
+_PROMPT_EPSILON = 1e-6  # of GRPO's division; the paper does not give one
 
 
 def advantages(
@@ -43,8 +43,8 @@ def advantages(
 
     Args:
       rewards: [prompts, group] float.
-      correct: [prompts, group] bool, the verifier's word (never a shaped reward).
-      counted: [prompts, group] bool; False where a completion is excluded (or was never asked for).
+      correct: [prompts, group] bool, as the verifier decided (never a shaped reward).
+      counted: [prompts, group] bool; False where a completion is excluded (or was never requested).
       normalization: one of NORMALIZATIONS.
       filter_zero_variance: drop prompts whose counted completions are all correct or all wrong.
 
@@ -63,28 +63,28 @@ def advantages(
 def turn_advantages(
     returns: np.ndarray, counted: np.ndarray, survives: np.ndarray, *, normalization: str
 ) -> np.ndarray:
-    """Of each turn.
+    """Advantages of each turn.
 
     Args:
-      returns: [prompts, group, turns] float, the rewards of a turn and all behind it.
-      counted: [prompts, group, turns] bool; False where a completion is excluded, or has no such turn.
-      survives: [prompts] bool, as `advantages` gives it.
-      normalization: one of NORMALIZATIONS but maxrl.
+      returns: [prompts, group, turns] float, the rewards of a turn and of all later turns.
+      counted: [prompts, group, turns] bool; False if a completion is excluded, or has no such turn.
+      survives: [prompts] bool, as returned by `advantages`.
+      normalization: one of NORMALIZATIONS except maxrl.
 
     Returns: [prompts, group, turns] float64, 0 where not counted or not surviving.
     """
-    by_turn = np.swapaxes(returns, 1, 2)  # a turn of a prompt is what a prompt is to `advantages`
+    by_turn = np.swapaxes(returns, 1, 2)  # each turn of a prompt is treated as `advantages` treats a prompt
     shape, group = by_turn.shape, returns.shape[1]
     kept = np.swapaxes(counted & survives[:, None, None], 1, 2).reshape(-1, group)
     return np.swapaxes(_relative(by_turn.reshape(-1, group), kept, normalization).reshape(shape), 1, 2)
 
 
 def _relative(rewards: np.ndarray, kept: np.ndarray, normalization: str) -> np.ndarray:
-    """rewards, kept: [rows, group]. Of each row against itself: [rows, group] float64, 0 where not kept."""
+    """Each row relative to its own mean: [rows, group] float64, 0 where not kept. rewards, kept: [rows, group]."""
     count = kept.sum(axis=1)
     rewards = np.where(kept, rewards, 0.0).astype(np.float64)
     mean = rewards.sum(axis=1, keepdims=True) / np.maximum(count, 1)[:, None]
-    # Of equal rewards the mean is off by rounding, which a division by its own size would make of order 1.
+    # The mean of equal rewards is off by rounding, which a division by that error's size would turn into order 1.
     differ = np.where(kept, rewards, -np.inf).max(axis=1) > np.where(kept, rewards, np.inf).min(axis=1)
     centred = np.where(kept & differ[:, None], rewards - mean, 0.0)
     if normalization == "batch" and kept.any():

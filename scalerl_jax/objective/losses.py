@@ -1,38 +1,38 @@
 """The losses, per token and already weighted.
 
-    rho_t = exp(logp_train_t - logp_gen_t)          logp_gen: the generator's own, whatever version sampled the token
+    rho_t = exp(logp_train_t - logp_gen_t)          logp_gen: the generator's own, from whichever version sampled it
     cispo       - sum w_t sg(min(rho_t, max_ratio)) A_t logp_train_t            max_ratio on rho itself, no floor
     clip        - sum w_t min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t)    GRPO .2/.2, DAPO .2/.26
     gspo        - sum w_t min(s A_t, clip(s, 1 - low, 1 + high) A_t)            s = exp(mean log rho of a completion)
     reinforce   - sum w_t A_t logp_train_t                                      as if the tokens were the policy's own
-    dro         - sum w_t (A_t logp_train_t - dro_beta / 2 (log rho_t)^2)       no ratio weighs; moving away costs
+    dro         - sum w_t (A_t logp_train_t - dro_beta / 2 (log rho_t)^2)       no ratio as a weight; a penalty on it
     cross_entropy   - sum w_t logp_train_t                                      supervised warm start
 
 Every token's gradient is that of its own log-prob: where s is differentiated it is sg(s) pi_t / sg(pi_t) (GSPO-token),
-which is the same for the equal weights and advantages of a completion, and leaves a masked token none.
+which is the same for the equal weights and advantages of a completion, and gives a masked token no gradient.
 
-Truncated importance sampling, off by default: min(rho, tis_cap) or min(s, tis_cap) takes the place of rho or
-s, in value and gradient. The ratio is against the generator's own log-probs, so it is in the loss already, and what
-truncates is a cap on it, never a second factor. cispo has that cap: `max_ratio`; reinforce has no ratio, and is
-weighted by sg(min(rho, tis_cap)), which makes it cispo.
+Truncated importance sampling, off by default: min(rho, tis_cap) or min(s, tis_cap) replaces rho or s, in value and
+gradient. The ratio is against the generator's own log-probs, so it is in the loss already, and truncation is a cap on
+it, never a second factor. cispo has that cap: `max_ratio`; reinforce has no ratio, and is weighted by
+sg(min(rho, tis_cap)), which makes it cispo.
 Masks (below), off by default: a masked token has no part in the terms above and none in their gradient; the weights
-of the others stay as they are.
+of the others do not change.
 
 Added to any of them over all loss tokens, masked or not, off by default:
 
     + reference_kl sum w_t (exp(d_t) - 1 - d_t)     d_t = logp_reference_t - logp_train_t: the k3 estimate, as in GRPO
     - entropy_bonus sum w_t H_t                     H_t: entropy of the policy where the token was sampled, nats
-    + distill_weight sum w_t D_t                    D_t: the divergence from a teacher, over the k ids i that are named
+    + distill_weight sum w_t D_t                    D_t: the divergence from a teacher, over its k ids i
 
     topk_forward    D = sum_i p_T,i (log p_T,i - log p_S,i) + q_T (log q_T - log q_S)    S: the policy, T: the teacher
     student_topk    D = sum_i p_S,i (log p_S,i - log p_T,i) + q_S (log q_S - log q_T)    q = 1 - sum_i p_i, of each side
 
 D is the KL of the distributions over the k ids and one bucket of all other tokens, so at most that over the vocabulary,
-and the same where the ids are all of it. Its gradient is of log p_S,i alone, q_S being a function of them:
+and equal to it if the ids are the whole vocabulary. Its gradient is of log p_S,i alone, q_S being a function of them:
 
     dD / dlog p_S,i = - p_T,i + p_S,i q_T / q_S     and    p_S,i (log p_S,i - log p_T,i - log q_S + log q_T)
 
-The third form of distillation, `sampled`, is an advantage, and made with the others (learner/batch.py).
+The third form of distillation, `sampled`, is an advantage, computed with the others (learner/batch.py).
 
 Adding one: a function of (Tokens, ObjectiveConfig) and its row in LOSSES; the config's `objective.loss` names it.
 A compiled program fits every objective of one form: which loss, and which of its numbers are on (not 0). The numbers
@@ -40,7 +40,7 @@ themselves are arguments of the program (`form_of`, `numbers_of`).
 Sources: arXiv 2510.13786 eq. 2-4; GRPO arXiv 2402.03300 eq. 4; GSPO arXiv 2507.18071; DRO arXiv 2405.19107, of tokens
 in place of completions, with an advantage in place of reward less value, as Tinker has it.
 
-Which loss tokens have a part in the loss. All masks are off by default; a token must pass each that is on.
+Masks: the loss tokens that take part in the loss. All are off by default; a token must pass each one that is on.
 
     rho = pi / mu,  D = |pi - mu|       pi, mu: the probability of the sampled token by the trainer and its generator
 
@@ -52,11 +52,11 @@ Which loss tokens have a part in the loss. All masks are off by default; a token
         c_t = min(delta, delta + b W_{t-1} - S_{t-1})       W, S: the sums of w and Z up to t, masked tokens included
         b   = budget, or the 90th percentile of the completion's D, clipped to [budget, 2 budget]
 
-So CPPO allows a token near the end more than one near the beginning, and less wherever the tokens before it have used
-up more than b each.
+So CPPO allows more change to a token near the end than near the beginning, and less wherever the tokens before it have
+used more than b each.
 
-Left out on purpose: masks by divergences over the whole vocabulary or its top k; a generator sends the sampled token's
-probability alone.
+Left out on purpose: masks by divergences over the whole vocabulary or its top k; a generator sends only the sampled
+token's probability.
 Sources: IcePop, ringtech.notion.site/icepop; DPPO, arXiv 2602.04879, binary total variation; CPPO, arXiv 2606.10968.
 """
 
@@ -77,12 +77,12 @@ def total(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
 
 def sums(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """[rows, length + 1]: the sum over each segment, at its number."""
-    segments = segment_ids.shape[1] + 1  # as many as a row has positions, and padding
+    segments = segment_ids.shape[1] + 1  # one for each position of a row, and one for padding
     return jax.vmap(lambda v, ids: jax.ops.segment_sum(v, ids, num_segments=segments))(values, segment_ids)
 
 
 def before(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """The sum over the positions of each one's segment that come before it."""
+    """For each position, the sum over the earlier positions of its segment."""
     previous = jnp.roll(segment_ids, 1, axis=1).at[:, 0].set(-1)
     first = segment_ids != previous
 
@@ -94,7 +94,8 @@ def before(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
 
 
 def quantile(values: jax.Array, loss_token: jax.Array, segment_ids: jax.Array, share: float) -> jax.Array:
-    """The quantile over the loss tokens of each position's segment, linear between the two nearest; 0 without any."""
+    """The quantile over the loss tokens of each position's segment, linear between the two nearest; 0 without loss
+    tokens."""
     length = segment_ids.shape[1]
     key = jnp.where(loss_token, segment_ids, length + 1)  # the others come last
     _, ordered = jax.lax.sort((key, values), dimension=1, num_keys=2)
@@ -113,7 +114,7 @@ class Tokens:
     """[rows, length] each. Where there is no loss token, all floats are 0 (rho: 1)."""
 
     logp_train: jax.Array
-    log_ratio: jax.Array  # logp_train - logp_gen, clipped where it is broken
+    log_ratio: jax.Array  # logp_train - logp_gen, clipped to +-20
     ratio: jax.Array  # rho, without a gradient
     moved: jax.Array  # pi_train - pi_gen of the token, without a gradient
     advantages: jax.Array
@@ -126,16 +127,16 @@ def _is_number(value: Any) -> bool:
 
 
 def numbers_of(objective: ObjectiveConfig) -> dict[str, float]:
-    """Those that are on, by their field's name: what a compiled program takes as arguments."""
+    """The numbers that are on (not 0), by their field's name: the arguments of a compiled program."""
     fields = dataclasses.asdict(objective).items()
     return {name: float(value) for name, value in fields if _is_number(value) and value != 0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What of an objective is compiled into a program: all but the values of the numbers that are on."""
+    """The part of an objective that is compiled into a program: all but the values of the numbers that are on."""
 
-    fields: tuple[tuple[str, Any], ...]  # (name, value); of a number that is on, None
+    fields: tuple[tuple[str, Any], ...]  # (name, value); value None for a number that is on
 
     @property
     def on(self) -> list[str]:
@@ -153,7 +154,7 @@ def form_of(objective: ObjectiveConfig) -> Form:
 
 
 def _on(number: jax.Array | float) -> bool:
-    """A number that is traced is on: `numbers_of` leaves the others out."""
+    """Whether a number is on. A traced one always is: `numbers_of` leaves the others out."""
     return isinstance(number, jax.Array) or number > 0
 
 
@@ -219,13 +220,13 @@ def reinforce(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
 
 
 def dro(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
-    """The log-prob's gradient, and a square that holds it to its generator's."""
+    """The log-prob's gradient, and a square that keeps it close to its generator's."""
     away = objective.dro_beta / 2 * jnp.square(tokens.log_ratio)
     return tokens.advantages * tokens.logp_train - away, jnp.zeros_like(tokens.loss_token)
 
 
 def cross_entropy(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
-    """The log-prob of an example to be learned by heart: nothing sampled it, and there is no advantage."""
+    """The log-prob of a supervised example: it was not sampled, and has no advantage."""
     del objective
     return tokens.logp_train, jnp.zeros_like(tokens.loss_token)
 
@@ -237,7 +238,7 @@ LOSSES: dict[str, Callable[[Tokens, ObjectiveConfig], Terms]] = {
     "reinforce": reinforce,
     "dro": dro,
 }
-_TERMS = {**LOSSES, "cross_entropy": cross_entropy}  # which no run of RL may choose
+_TERMS = {**LOSSES, "cross_entropy": cross_entropy}  # cross_entropy is not for RL
 
 
 def _weighed(tokens: Tokens, cap: float) -> Terms:
@@ -246,7 +247,7 @@ def _weighed(tokens: Tokens, cap: float) -> Terms:
 
 
 def _clipped(ratio: jax.Array, tokens: Tokens, objective: ObjectiveConfig) -> Terms:
-    """ratio: no gradient in it; each token has that of its own log-prob."""
+    """ratio: without a gradient; each token has that of its own log-prob."""
     low, high, advantages = 1 - objective.clip_low, 1 + objective.clip_high, tokens.advantages
     truncated = _on(objective.tis_cap)
     capped = jnp.minimum(ratio, objective.tis_cap) if truncated else ratio
@@ -263,7 +264,7 @@ def _sequence_ratio(log_ratio: jax.Array, loss_token: jax.Array, segment_ids: ja
     return jnp.exp(total(log_ratio, segment_ids) / jnp.maximum(count, 1.0))
 
 
-# What float32 leaves of 1 - sum p where nothing is left. A tail as small as that is none.
+# Rounding error of 1 - sum p in float32 where nothing is left. A tail as small as that counts as none.
 _EMPTY = 1e-6
 
 
@@ -276,7 +277,7 @@ class Compared:
     teacher: jax.Array  # and by the teacher
 
     def probabilities(self, side: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(p [rows, length, k], 0 where there is no id; q [rows, length], what they leave: _EMPTY or more)"""
+        """(p [rows, length, k], 0 where there is no id; q [rows, length], the remaining probability: _EMPTY or more)"""
         p = jnp.where(self.ids >= 0, jnp.exp(jax.lax.stop_gradient(side)), 0.0)
         return p, jnp.maximum(1.0 - jnp.sum(p, axis=-1), _EMPTY)
 
@@ -291,11 +292,11 @@ class Compared:
         return value + jnp.sum(slope * (student - jax.lax.stop_gradient(student)), axis=-1)
 
 
-_Divergence = tuple[jax.Array, jax.Array]  # [rows, length] of each token: nats, and the tail of the teacher
+_Divergence = tuple[jax.Array, jax.Array]  # [rows, length] for each token: nats, and the tail of the teacher
 
 
 def topk_forward(compared: Compared) -> _Divergence:
-    """KL from the teacher to the policy: the policy is to cover what the teacher does."""
+    """KL from the teacher to the policy: makes the policy cover what the teacher does."""
     (student, rest), (teacher, tail) = (
         compared.probabilities(compared.student),
         compared.probabilities(compared.teacher),
@@ -307,7 +308,7 @@ def topk_forward(compared: Compared) -> _Divergence:
 
 
 def student_topk(compared: Compared) -> _Divergence:
-    """KL from the policy to the teacher: the policy is to do only what the teacher does."""
+    """KL from the policy to the teacher: makes the policy do only what the teacher does."""
     (student, rest), (_, tail) = compared.probabilities(compared.student), compared.probabilities(compared.teacher)
     away = jnp.where(rest > _EMPTY, jnp.log(rest / tail), 0.0)
     ratios = compared.log_ratios()
@@ -334,16 +335,16 @@ def policy_loss(
 
     Args:
       logp_train, logp_gen, advantages, weights: [rows, length] float32, at the position that predicts each token;
-        weights are 0 wherever there is no loss token, and whatever else stands there has no part in anything.
+        weights are 0 wherever there is no loss token, and other values there have no effect.
       segment_ids: [rows, length] int32, 1.. in each row; 0 is padding.
       objective: of one form, static; its numbers may be traced.
-      reference: the reference policy's log-probs, where there is a KL to it.
-      entropy: of the policy at each position, nats, where there is a bonus on it; differentiated.
-      compared: what policy and teacher give to the tokens that are compared, where the form of distillation wants it.
+      reference: the reference policy's log-probs, if there is a KL to it.
+      entropy: of the policy at each position, nats, if there is a bonus on it; differentiated.
+      compared: log-probs by policy and teacher of the compared tokens, if the form of distillation needs them.
 
     Returns: (loss, float32 scalar: a sum, to be added over micro-batches; sums: dict of scalars, `max_*` to be
     combined by maximum and the others by addition).
-    Raises ValueError on a loss that LOSSES lacks, and on tis_cap where no ratio is differentiated.
+    Raises ValueError on an unknown loss, and on tis_cap with cispo or dro.
     """
     if objective.loss not in _TERMS:
         raise ValueError(f"loss {objective.loss!r} is not one of {', '.join(LOSSES)}")
@@ -399,7 +400,7 @@ def policy_loss(
 def _kl_estimate(log_ratio: jax.Array) -> jax.Array:
     """rho - 1 - log rho of each token, at least 0: the k3 estimate of the KL from generator to trainer.
 
-    Near rho = 1, where healthy tokens are, the three terms leave nothing but rounding; there it is the series
+    Near rho = 1, where healthy tokens are, the three terms cancel to rounding errors; there the series is used:
     d^2/2 + d^3/6 + d^4/24 + ...
     """
     near = jnp.clip(log_ratio, -0.1, 0.1)

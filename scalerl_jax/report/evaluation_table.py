@@ -1,15 +1,15 @@
-"""Evaluations as a table for people: a line for each environment and for all of them together, of each policy."""
+"""Evaluations as a table for people: per policy, a line for each environment and one for all of them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
-_SHOWN = 3  # of the k that pass@k and majority@k are shown for, the largest
+_SHOWN = 3  # values of k with a column, the largest
 
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]], name: str) -> Table:
-    """rows: of evals.jsonl, by step; several steps are told apart in the first column."""
+    """rows: of evals.jsonl, by step; the first column names the step if there are several."""
     table = Table(title=f"{name}: held-out prompts; in brackets 95 % intervals over prompts", title_justify="left")
     samples = rows[-1]["samples"]
     ks = [k for k in rows[-1]["pass_at"] if int(k) > 1][-_SHOWN:]

@@ -1,7 +1,7 @@
 """The health of a run: series of its updates with their limits, and its alarms, which alarms.py decides and words.
 
 Every chart has a line under it: what it means, and what to do when it goes wrong. A sign that no update has recorded,
-as in a run of an older version, is named all the same.
+as in a run of an older version, is still named.
 """
 
 import collections
@@ -14,12 +14,12 @@ from scalerl_jax.report.numbers import groups_of, rounded, thinned
 from scalerl_jax.run import alarms as alarms_lib
 from scalerl_jax.run.collapse import first_collapse
 
-_SHOWN_LAGS = 64  # bars of the histogram; what is older is in the last one
+_SHOWN_LAGS = 64  # bars of the histogram; the last one holds all older tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """One small chart. `columns`: of metrics.jsonl, with what each is called where there are two."""
+    """One small chart. `columns`: columns of metrics.jsonl, with a name for each if there are two."""
 
     key: str
     title: str
@@ -27,8 +27,8 @@ class Chart:
     form: str  # number | share | count
     columns: Mapping[str, str]
     means: str
-    wrong: str  # what to do then, in short: an alarm says more
-    only_recorded: bool = False  # left out where a run has nothing of it
+    wrong: str  # what to do then, in short: an alarm has more
+    only_recorded: bool = False  # left out if a run has not recorded it
 
 
 _SLOWER = "lower the learning rate or config.pacing.max_off_policy_steps"
@@ -159,10 +159,10 @@ CHARTS = (
 
 
 def _charts(settings: Mapping[str, Any]) -> list[Chart]:
-    """Those that there can be, in the words of this run's loss."""
+    """The charts, in the words of this run's loss."""
     if settings["objective.loss"] == "cispo":
         return [*CHARTS]
-    # What the other losses clip is no outlier: the ratio is past its range, and the token has no gradient.
+    # With the other losses a clipped token is no outlier: its ratio is out of range, and it has no gradient.
     return [
         chart
         if chart.key != "clipped"
@@ -179,12 +179,12 @@ def _charts(settings: Mapping[str, Any]) -> list[Chart]:
 def health(
     rows: Sequence[Row], settings: Mapping[str, Any], *, first: Sequence[alarms_lib.Alarm] = ()
 ) -> dict[str, Any]:
-    """Every chart of which the rows of metrics.jsonl hold anything, and the signs of RL that they should hold; the
-    alarms, `first` before those of the limits."""
+    """The charts with values in the rows of metrics.jsonl, and those of RL that should have some; the alarms, `first`
+    before those of the limits."""
     groups = groups_of(len(rows))
     steps = [row["step"] for row in rows]
     drawn = alarms_lib.limits(rows, settings)
-    trains = any("prompts" in row for row in rows)  # and is no warm start
+    trains = any("prompts" in row for row in rows)  # not a warm start
     enough = alarms_lib.enough(rows)
     charts = []
     for chart in _charts(settings):
@@ -214,7 +214,7 @@ def health(
         )
     return {
         "step": [steps[group.stop - 1] for group in groups],
-        "each": groups[0].stop if groups else 1,  # updates behind a point
+        "each": groups[0].stop if groups else 1,  # updates per point
         "recent": alarms_lib.RECENT,
         "charts": charts,
         "staleness": staleness(rows[-alarms_lib.RECENT :]),
@@ -223,7 +223,7 @@ def health(
 
 
 def staleness(rows: Sequence[Row]) -> dict[str, Any]:
-    """Share of the sampled tokens by their staleness, in these rows together; empty where none says it."""
+    """Share of the sampled tokens by their staleness, over all these rows; empty if no row has it."""
     counts = collections.Counter[int]()
     for row in rows:
         for lag, count in (row.get("lags") or {}).items():

@@ -1,4 +1,4 @@
-"""Rows of a run's logs for the page: objects whose columns are what it draws, or one line that names the row."""
+"""Rows of a run's logs for the page, checked for the columns that it draws; an error is one line that names the row."""
 
 import os
 import re
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 _LARGEST = sys.float_info.max
 _LAG = re.compile(r"[0-9]{1,9}", re.ASCII)
 
-# Columns that are no numbers; all others are, or null, or are not there.
+# Columns that are not numbers; any other is a number or null, or missing.
 _MAPPINGS = ("compute", "lags", "pushes", "forecast", "forecasts", "tasks", "environments")
 _LISTS = ("groups", "waited_for", "passes")
 _NEEDED = {
@@ -23,9 +23,9 @@ _NEEDED = {
 
 
 def log_rows(workdir: str, name: str, numbers: Sequence[str]) -> list[Row]:
-    """Of metrics.jsonl or evals.jsonl; [] without the file. Raises ValueError naming file and row.
+    """The rows of metrics.jsonl or evals.jsonl; [] without the file. Raises ValueError naming file and row.
 
-    numbers: columns that must be numbers or null where they are there, besides those that must be there.
+    numbers: columns that must be numbers or null if present, besides those that are required.
     """
     path = os.path.join(workdir, name)
     if not os.path.exists(path):
@@ -38,13 +38,13 @@ def log_rows(workdir: str, name: str, numbers: Sequence[str]) -> list[Row]:
 
 
 def _fault(row: Row, needed: Sequence[str], numbers: Sequence[str]) -> str:
-    """What is wrong with a row; "" if nothing is."""
+    """The fault of a row; "" if it has none."""
     for column in needed:
         if row.get(column) is None:
             return f"has no {column!r}"
     for column, value in row.items():
         if value is None:
-            if column == "compute":  # a row without the column is one of an older run; its own columns are the ledger's
+            if column == "compute":  # an older run's row has no such column; its own columns are the ledger's
                 return f"has a {column!r} that is null"
             continue
         if column in _MAPPINGS:
@@ -70,13 +70,13 @@ def _fault(row: Row, needed: Sequence[str], numbers: Sequence[str]) -> str:
                 return f"has a {column!r} that is not a list of pairs of a name and seconds"
         elif isinstance(value, int | float) and column not in needed and not _is_number(value):
             return f"has a {column!r} that is not finite"
-        elif column in (*needed, *numbers) and not _is_number(value):  # others are of no concern: of a later version
+        elif column in (*needed, *numbers) and not _is_number(value):  # others, of a later version, do not matter
             return f"has a {column!r} that is not a number: {str(value)[:40]}"
     return ""
 
 
 def _is_part(value: Any) -> bool:
-    """Whether it can stand in the place of an evaluation."""
+    """Whether it has the columns of an evaluation."""
     return isinstance(value, dict) and not _fault(value, ("prompts", "samples", "passes", "pass_rate"), ())
 
 
@@ -85,7 +85,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_given(value: Any) -> bool:
-    """Compared as it is: an integer may be larger than any float, and NaN is in no range."""
+    """Whether it is a finite number. Not converted: an integer may be larger than any float; NaN fails."""
     return isinstance(value, int | float) and -_LARGEST <= value <= _LARGEST
 
 

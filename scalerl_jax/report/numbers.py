@@ -1,4 +1,4 @@
-"""Numbers as the page carries them: five digits, nothing that JSON does not know, and no more points than are seen."""
+"""Numbers as the page has them: five digits, only values that JSON allows, and no more points than are visible."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +8,7 @@ MOST_POINTS = 400  # of a series; a chart is not much wider in pixels
 
 
 def rounded(values: Iterable[float | None]) -> list[float | None]:
-    """Five significant digits; None for what is missing, infinite or no number."""
+    """Five significant digits; None for a missing value, an infinity or NaN."""
     return [None if value is None or not np.isfinite(value) else float(f"{value:.5g}") for value in values]
 
 
@@ -19,7 +19,7 @@ def groups_of(count: int, most: int = MOST_POINTS) -> list[slice]:
 
 
 def thinned(values: Sequence[float | None], groups: Sequence[slice]) -> dict[str, list[float | None]]:
-    """Mean of each group, and its least and most where a group is more than one point. None where nothing is known."""
+    """Mean of each group, and its minimum and maximum if groups have more than one point. None without values."""
     numbers = np.array([np.nan if value is None else value for value in values], np.float64)
     parts = [part[np.isfinite(part)] for part in (numbers[group] for group in groups)]
     out = {"mean": rounded(part.mean() if part.size else None for part in parts)}

@@ -1,8 +1,8 @@
 """The file: markup, style, chart library, scripts and data put into one, and written whole or not at all.
 
 Data is one block of JSON that no browser runs (type application/json), in ASCII and without "<", so that nothing in it
-can end the block. The policy in the head lets run and apply only what has the hash of the parts below, loads nothing
-from anywhere, and sends nothing.
+can end the block. The policy in the head allows only scripts and styles with the hashes of the parts below; the page
+loads and sends nothing.
 """
 
 import base64
@@ -20,16 +20,16 @@ from scalerl_jax.system.files import write_whole
 
 FILE = "report.html"
 _STYLES = ("uplot/uPlot.min.css", *(f"assets/{name}.css" for name in ("theme", "page", "charts", "reader")))
-_LIBRARY = "uplot/uPlot.iife.min.js"  # 1.6.32, its first line says
+_LIBRARY = "uplot/uPlot.iife.min.js"  # 1.6.32, by its first line
 _LICENSE = "uplot/LICENSE"
 _SCRIPTS = ("dom", "charts", "score", "health", "time", "tokens", "reader", "main", "theme")
 
 
 def write_report(workdirs: Sequence[str], path: str | None = None) -> str:
-    """Reads the runs and writes the page; None: into the folder of the only run. Returns the path.
+    """Reads the runs and writes the page. Returns its path; path None: in the folder of the only run.
 
-    Raises ValueError where a folder holds no run or a file in it is damaged, OSError where one cannot be read or the
-    page cannot be written.
+    Raises ValueError if a folder holds no run or a file in it is damaged, OSError if one cannot be read or the page
+    cannot be written.
     """
     if path is None:
         (workdir,) = workdirs
@@ -41,9 +41,9 @@ def write_report(workdirs: Sequence[str], path: str | None = None) -> str:
 
 
 def render(data: dict[str, Any], *, scripts: Sequence[str] = _SCRIPTS) -> str:
-    """The page as text, ASCII in its data. scripts: of assets/, in order, those that draw it from `data`."""
+    """The page as text, with ASCII data. scripts: names in assets/, in order, of those that draw it from `data`."""
     style = "\n".join(_asset(name) for name in _STYLES)
-    # The license asks for its text beside every copy.
+    # The license requires its text in every copy.
     library = f"/*!\n{_asset(_LICENSE).strip()}\n*/\n{_asset(_LIBRARY)}"
     script = "\n".join(["(() => {", "'use strict';", *(_asset(f"assets/{name}.js") for name in scripts), "})();"])
     policy = (
@@ -64,7 +64,7 @@ def render(data: dict[str, Any], *, scripts: Sequence[str] = _SCRIPTS) -> str:
 
 
 def as_json(data: Any) -> str:
-    """JSON that can stand in a script element: ASCII (so no U+2028, no lone surrogate as such), and no "<"."""
+    """JSON for a script element: ASCII (so no U+2028, no lone surrogate as such), and no "<"."""
     return json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -79,7 +79,7 @@ def _hash(text: str) -> str:
 
 
 def _name_apart(runs: Sequence[dict[str, Any]], workdirs: Sequence[str]) -> None:
-    """Runs in folders of one name get the folder around it as well, or a number."""
+    """Adds the parent folder, or a number, to the names of runs whose folders have the same name."""
     names = [run["name"] for run in runs]
     for run, workdir in zip(runs, workdirs):
         if names.count(run["name"]) > 1:

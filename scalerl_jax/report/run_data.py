@@ -1,4 +1,4 @@
-"""A run folder as what the page shows of it."""
+"""The page's data of a run folder."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from scalerl_jax.system.files import read_object
 
 
 def read_settings(workdir: str) -> dict[str, Any]:
-    """The config's leaves by their dotted names; what an older run did not know has its default."""
+    """The config's leaves by their dotted names; a field that an older run lacks has its default."""
     path = os.path.join(workdir, "config.json")
     try:
         written = read_object(path)
@@ -30,23 +30,23 @@ def read_settings(workdir: str) -> dict[str, Any]:
 
 
 def read_run(workdir: str, *, of: int = 1) -> dict[str, Any]:
-    """Everything the page shows of one run, one `of` so many that share the room for samples.
+    """Everything the page shows of one run. of: the number of runs that share the space for samples.
 
-    Raises ValueError (one line) where the folder holds no run.
+    Raises ValueError (one line) if the folder holds no run.
     """
     settings = read_settings(workdir)
     drawn = [*(c for chart in CHARTS for c in chart.columns), "waited_seconds", "update_seconds", "optimizer_step"]
     metrics, evals = log_rows(workdir, "metrics.jsonl", drawn), log_rows(workdir, "evals.jsonl", AXES)
     if not metrics and not evals:
         raise ValueError(f"{workdir}: holds no run yet: metrics.jsonl and evals.jsonl have no rows")
-    # A warm start's rows tell of a loss and of no rollouts; that of step 0 has only the held-out one.
+    # A warm start's rows have a loss and no rollouts; the row of step 0 has only the held-out loss.
     warm_start = not evals and all(
         ("loss" in row or "evaluation_loss" in row) and "pass_rate" not in row for row in metrics
     )
     if warm_start:
         metrics = [{**row, "nll": row.get("loss")} for row in metrics]
     defaults = config_check.leaves(Config())
-    # Paths and addresses, on a machine or in a network, do not go to the readers of the page.
+    # Paths, and addresses in a network, are not shown to readers of the page.
     changed = {
         name: value for name, value in settings.items() if value != defaults.get(name) and not _is_place(name, value)
     }

@@ -1,8 +1,8 @@
-"""Sampled completions to read: which of them fit into the page, and each one cut into what is drawn.
+"""Sampled completions to read: which of them fit into the page, and each one cut into spans to draw.
 
 A completion is drawn as *spans*: the text that a token adds, with its log-probability. Tokens that end within a
-character are one span with the token that completes it, the log-probability being the sum; a span that holds the end of
-the thinking is cut there. So spans, put together, are the completion's text to the character.
+character are one span with the token that completes it, with the sum of their log-probabilities; a span that holds the
+end of the thinking is cut there. So the spans together are exactly the completion's text.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from scalerl_jax.report.log_rows import Row
 from scalerl_jax.report.numbers import rounded
 from scalerl_jax.run.jsonl import row_of
 
-READ_BYTES = 16_000_000  # of sample files: what is read in well under a second
+READ_BYTES = 16_000_000  # of sample files: read in well under a second
 PAGE_BYTES = 3_000_000  # of the samples in a page, of all its runs together
 MOST_STEPS = 40
 MOST_SAMPLES = 48  # of a step
@@ -35,7 +35,7 @@ class Span:
     logprob: float | None  # None at forced tokens
     ids: tuple[int, ...]
     step: int | None  # of the version that sampled it
-    forced: str  # "", or why it was fed: interrupted, environment
+    forced: str  # "", or why it was fed to the model: interrupted, environment
 
 
 def sample_files(folder: str) -> list[tuple[int, str, int]]:
@@ -49,7 +49,7 @@ def sample_files(folder: str) -> list[tuple[int, str, int]]:
 
 
 def evenly(items: Sequence[Any], count: int) -> list[Any]:
-    """`count` of them (at least one), evenly spread, the last always."""
+    """`count` of them (at least one), evenly spread, always with the last."""
     if not items or count >= len(items):
         return list(items)
     places = {round((len(items) - 1) * (1 - i / max(1, count - 1))) for i in range(max(1, count))}
@@ -57,7 +57,7 @@ def evenly(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def read_samples(path: str) -> tuple[list[Row], bool]:
-    """The first rows of a file (MOST_SAMPLES of them, fewer where they are long, one at least); whether that is all."""
+    """The first rows of a file (MOST_SAMPLES, fewer if they are long, at least one), and whether these are all."""
     rows: list[Row] = []
     with open(path, "rb") as file:
         size = 0
@@ -77,7 +77,7 @@ def read_samples(path: str) -> tuple[list[Row], bool]:
 def rollouts(workdir: str, settings: Mapping[str, Any], *, page_bytes: int = PAGE_BYTES) -> dict[str, Any]:
     """Samples of evenly spread steps, as many as fit.
 
-    `written` is how many steps there are; `whole` says that of each step shown, every sample is.
+    `written`: the number of steps with samples; `whole`: whether every sample of the steps shown is included.
     """
     files = sample_files(os.path.join(workdir, "rollouts"))
     count = min(MOST_STEPS, len(files))
@@ -91,7 +91,7 @@ def rollouts(workdir: str, settings: Mapping[str, Any], *, page_bytes: int = PAG
     while len(shown) > 1 and sum(map(sum, sizes)) > page_bytes:
         fewer = len(shown) * 3 // 4
         shown, sizes = evenly(shown, fewer), evenly(sizes, fewer)
-    if len(shown) == 1:  # one step alone: as many of its samples as fit, one at least
+    if len(shown) == 1:  # a single step: as many of its samples as fit, at least one
         fitting = sum(sum(sizes[0][: i + 1]) <= page_bytes for i in range(len(sizes[0])))
         whole = whole and fitting == len(shown[0])
         shown = [shown[0][: max(1, fitting)]]
@@ -100,7 +100,7 @@ def rollouts(workdir: str, settings: Mapping[str, Any], *, page_bytes: int = PAG
 
 
 def sample(row: Row, marker: str) -> dict[str, Any]:
-    """One completion as the reader draws it. marker: what ends the thinking; "": there is none."""
+    """One completion as the reader draws it. marker: the end of thinking; "": there is none."""
     thinking, answer = at_marker(spans(row), end_of_thinking(row["completion"], marker))
     both = [*thinking, *answer]
     head, tail = ends(len(both))
@@ -130,13 +130,13 @@ def sample(row: Row, marker: str) -> dict[str, Any]:
         "steps": runs([span.step for span in shown]),
         "forced": [[start, end, why] for why, start, end in runs([span.forced for span in shown]) if why],
         "answer_from": answer_from,
-        # Where the gap is, how many tokens fell into it, how many characters (where tokens have no text).
+        # Where the gap is, the tokens left out there, and the characters left out (if tokens have no text).
         "left_out": [head if lost else 0, lost, sum(cut for _, cut in parts)],
     }
 
 
 def spans(row: Row) -> list[Span]:
-    """The completion, span by span; one without log-probability where the sample does not hold the tokens' texts."""
+    """The completion, span by span; a single span without log-probability if the sample lacks the tokens' texts."""
     pieces, ids, logprobs = row.get("pieces") or [], row["token_ids"], row["logprobs"]
     if not pieces:
         return [Span(row["completion"], None, (), None, "")] if row["completion"] else []
@@ -164,13 +164,14 @@ def spans(row: Row) -> list[Span]:
 
 
 def end_of_thinking(completion: str, marker: str) -> int:
-    """Characters up to and with the last marker, where the verifier begins to read; without one, all of them."""
+    """Number of characters up to and including the last marker, after which the verifier reads; all of them without
+    one."""
     at = completion.rfind(marker) if marker else 0
     return len(completion) if at < 0 else at + len(marker)
 
 
 def at_marker(parts: Sequence[Span], characters: int) -> tuple[list[Span], list[Span]]:
-    """The spans of the first `characters`, and the others; one that holds the place is cut in two."""
+    """The spans of the first `characters`, and the others; a span across that place is cut in two."""
     before: list[Span] = []
     after: list[Span] = []
     at = 0
@@ -188,7 +189,8 @@ def at_marker(parts: Sequence[Span], characters: int) -> tuple[list[Span], list[
 
 
 def ends(count: int) -> tuple[int, int]:
-    """Of `count` spans, how many at the head are kept, and from where on the tail: two thirds and one of MOST_SPANS."""
+    """Of `count` spans, how many are kept at the head, and where the tail starts: two thirds and one third of
+    MOST_SPANS."""
     if count <= MOST_SPANS:
         return count, count
     head = MOST_SPANS * 2 // 3
@@ -196,7 +198,7 @@ def ends(count: int) -> tuple[int, int]:
 
 
 def shortened(text: str) -> tuple[str, int]:
-    """The text, or its beginning and its end, and how many characters between them were left out."""
+    """The text, or its beginning and its end, and the number of characters left out between them."""
     if len(text) <= MOST_CHARACTERS:
         return text, 0
     half = MOST_CHARACTERS // 2
@@ -204,7 +206,7 @@ def shortened(text: str) -> tuple[str, int]:
 
 
 def runs(values: Sequence[Any]) -> list[list[Any]]:
-    """[value, start, end] of neighbours that are equal."""
+    """[value, start, end] of each run of equal neighbours."""
     out: list[list[Any]] = []
     for at, value in enumerate(values):
         if out and out[-1][0] == value:

@@ -1,4 +1,5 @@
-"""The score of a run: its evaluations, the sigmoid through them, what the first half of the compute said of the end."""
+"""The score of a run: its evaluations, the sigmoid fit, and the forecast of the end from the first half of the
+compute."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,33 +19,34 @@ from scalerl_jax.scaling.statement import LEVEL, hours, of_asymptote, statement
 from scalerl_jax.scaling.units import axis_name, short_number
 
 AXES = (RUN_FOLDER_X, "device_hours")  # the fit's two choices of x, as the rows name them
-MIN_BACKTEST_EVALUATIONS = 8  # fewer are too few to ask a half of them for a forecast
-FEWEST_POINTS = 4  # above compute 0; through three points some curve of three parameters always goes
+MIN_BACKTEST_EVALUATIONS = 8  # with fewer, half of them are too few for a forecast
+FEWEST_POINTS = 4  # above compute 0; a curve of three parameters fits any three points
 _CURVE_POINTS = 128  # what SigmoidFit.band computes at once
-_AHEAD = 2.0  # the curve is drawn up to this many times the compute there is
+_AHEAD = 2.0  # the curve is drawn up to this multiple of the compute spent
 _MOST_TASKS = 12  # curves of parts of a mixture; more cannot be told apart
 
 
 def backtest(evals: Sequence[Row], axis: str = RUN_FOLDER_X) -> tuple[Backtest | None, str]:
-    """The forecast made at half of the compute, or why there is none ("": the run is too short to ask)."""
+    """The forecast made at half of the compute, or why there is none ("": the run is too short)."""
     if len(evals) < MIN_BACKTEST_EVALUATIONS:
         return None, ""
     try:
         forecast = forecast_at_half(column(evals, axis), [row["pass_rate"] for row in evals], evaluation_counts(evals))
-    except ValueError as error:  # the run is well, whatever its curve looks like
+    except ValueError as error:  # the run itself is fine, whatever its curve looks like
         return None, str(error)
     return forecast, ""
 
 
 def asymptote(evals: Sequence[Row]) -> str:
-    """What all evaluations say of A, and of the compute that would tell it. Raises ValueError where none is fitted."""
+    """A sentence on A by all evaluations, and on the compute that would determine it. Raises ValueError without a
+    fit."""
     compute, reward = column(evals, RUN_FOLDER_X), [row["pass_rate"] for row in evals]
     return of_asymptote(fit_sigmoid(compute, reward, counts=evaluation_counts(evals)), hours_rate(evals))
 
 
 def score(evals: Sequence[Row]) -> dict[str, Any]:
-    """What the page shows of the evaluations (N of them, in order), and of each environment of a mixture; every curve
-    on either axis."""
+    """The page's data of the evaluations (N of them, in order) and of each environment of a mixture; every curve on
+    both axes."""
     counts = noise.read_counts(evaluation_counts(evals), len(evals)) if evals else None
     columns: dict[str, Any] = {
         name: [row.get(name) for row in evals] for name in ("step", "time", "prompts", "samples", "seconds")
@@ -80,7 +82,7 @@ def tasks(evals: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def curves(evals: Sequence[Row], axis: str) -> dict[str, Any]:
-    """The fit on all evaluations and the one on the first half of the compute, or why they cannot be had."""
+    """The fits on all evaluations and on the first half of the compute, or why there are none."""
     compute = column(evals, axis)
     reward = np.array([row["pass_rate"] for row in evals], np.float64)
     rate = hours_rate(evals) if axis == RUN_FOLDER_X else None
@@ -107,19 +109,20 @@ def curves(evals: Sequence[Row], axis: str) -> dict[str, Any]:
 
 
 def curve(fit: SigmoidFit, compute: np.ndarray, what: str, ahead: AverageForecast | None = None) -> dict[str, Any]:
-    """A fit as numbers to draw and to tell; beyond the points fitted the average of all laws goes on, with its band for
-    evaluations. compute: [N] all there is, in the fit's unit. ahead: that average, where it is known already."""
+    """A fit as numbers to draw and to report; beyond the fitted points the average of all laws continues it, with its
+    band for evaluations. compute: [N] of all evaluations, in the fit's unit. ahead: that average, if it is known
+    already."""
     ahead = ahead or average_forecast(fit.state.points, calibration.default())
     most, least = float(compute.max()), float(compute[compute > 0].min())
     x = np.geomspace(least / 2, _AHEAD * most, _CURVE_POINTS)
-    x[np.argmin(np.abs(x - most))] = most  # so that drawn and foretold meet at the last evaluation
+    x[np.argmin(np.abs(x - most))] = most  # so that the curve and the forecast meet at the last evaluation
     low, high = (np.array(end) for end in fit.band(x, level=LEVEL))
     y = np.array(fit.predict(x))
     later = x > ahead.reached
     low[later], high[later] = ahead.band(x[later], level=LEVEL)
     y[later] = ahead.predict(x[later])
     at_double = float(y[-1])
-    # A linear axis begins at 0, which no band is computed for.
+    # A linear axis begins at 0, where no band is computed.
     x, low, high = (np.concatenate([[start], ends]) for start, ends in ((0.0, x), (low[0], low), (high[0], high)))
     return {
         "what": what,
@@ -140,7 +143,8 @@ def curve(fit: SigmoidFit, compute: np.ndarray, what: str, ahead: AverageForecas
 
 
 def sentence(found: dict[str, Any], fit: SigmoidFit, axis: str, rate: float | None) -> str:
-    """What all evaluations say, of `curve`. rate: device-hours of a unit of compute, where known."""
+    """The conclusion from all evaluations. found: as `curve` returns it; rate: device-hours per unit of compute, if
+    known."""
     end, *score = found["double"]
     seen = f"at {short_number(found['until'])}"
     text = statement(seen, axis_name(axis), Estimate(*score), "at twice the compute")
@@ -148,7 +152,7 @@ def sentence(found: dict[str, Any], fit: SigmoidFit, axis: str, rate: float | No
 
 
 def outcome(forecast: Backtest, axis: str) -> dict[str, Any]:
-    """The forecast made at half time beside what came."""
+    """The forecast made at half of the compute, and the measured score."""
     return {
         "forecast": rounded(dataclasses.astuple(forecast.score)),
         "measured": rounded([forecast.measured])[0],

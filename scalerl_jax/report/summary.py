@@ -1,7 +1,7 @@
-"""What a run says at its end: a table, curve.png with the forecast made at half of the compute, completions to read.
+"""The summary at a run's end: a table, curve.png with the forecast made at half of the compute, completions to read.
 
-The last lines are what is past its limits, the forecast beside the outcome, and where the report is. Everything is read
-from the run folder, so the same can be shown again later.
+The last lines are the signs past their limits, the forecast and its outcome, and where the report is. Everything is
+read from the run folder, so that it can be shown again later.
 """
 
 import collections
@@ -33,7 +33,7 @@ def show(workdir: str, console: Console | None = None) -> None:
     if console is None:
         console = Console(highlight=False, emoji=False)
         if not console.is_terminal:
-            console.width = 140  # a log is not folded
+            console.width = 140  # lines of a log are not wrapped
     evals = read_rows(os.path.join(workdir, "evals.jsonl"))
     metrics = read_rows(os.path.join(workdir, "metrics.jsonl"))
     forecast, why_not = backtest(evals)
@@ -56,22 +56,22 @@ def show(workdir: str, console: Console | None = None) -> None:
         console.print(asymptote(evals), markup=False, soft_wrap=True)
     try:
         console.print(f"report: {write_report([workdir])}", markup=False, soft_wrap=True)
-    except (OSError, ValueError) as error:  # the run is done and well without it
+    except (OSError, ValueError) as error:  # the run is complete without it
         console.print(f"no report.html: {error}", markup=False, soft_wrap=True)
 
 
 def _past_limits(workdir: str, metrics: list[dict[str, Any]]) -> list[Alarm]:
     try:
         return alarms(metrics, read_settings(workdir))
-    except ValueError:  # the config is damaged: the line on the report says how
+    except ValueError:  # the config is damaged: the line on the report has the reason
         return []
 
 
 def _draw(forecast: Backtest | None, path: str, console: Console, evals: list[dict[str, Any]]) -> None:
     if forecast is None:
         return
-    samples = " and ".join(map(str, sorted({row["samples"] for row in evals})))  # which may change at a restart
-    from scalerl_jax.scaling.plot import plot_forecast  # matplotlib, which training does without
+    samples = " and ".join(map(str, sorted({row["samples"] for row in evals})))  # the number may change at a restart
+    from scalerl_jax.scaling.plot import plot_forecast  # matplotlib, which training does not need
 
     try:
         plot_forecast(
@@ -82,7 +82,7 @@ def _draw(forecast: Backtest | None, path: str, console: Console, evals: list[di
             more=asymptote(evals),
         )
         console.print(f"curve: {path}", markup=False, soft_wrap=True)
-    except OSError as error:  # the run is done and well without it
+    except OSError as error:  # the run is complete without it
         console.print(f"no {os.path.basename(path)}: {files.reason(error)}", markup=False, soft_wrap=True)
 
 
@@ -115,8 +115,8 @@ def table(evals: list[dict[str, Any]], metrics: list[dict[str, Any]], forecast: 
         for side in ("trainer", "generator"):
             busy, idle = compute[f"{side}_busy_hours"], compute[f"{side}_idle_hours"]
             rest = f"evaluation {compute[f'{side}_evaluation_hours']:.4f}, set-up {compute[f'{side}_setup_hours']:.4f}"
-            stalled = compute.get(f"{side}_stalled_hours", 0.0)  # a run of before has none
-            if stalled > 0.05 * (busy + idle):  # what saving takes of every run is no news
+            stalled = compute.get(f"{side}_stalled_hours", 0.0)  # rows of older versions have none
+            if stalled > 0.05 * (busy + idle):  # every run stalls a little while it saves
                 rest += f", stalled {stalled:.4f}"
             out.add_row(f"{side} device-hours", f"busy {busy:.4f}, idle {idle:.4f} ({rest})")
         lags = collections.Counter[int]()
@@ -128,7 +128,7 @@ def table(evals: list[dict[str, Any]], metrics: list[dict[str, Any]], forecast: 
         out.add_row("staleness in updates", f"mean {mean:.2f}, most {max(lags, default=0)}   ({shares})")
         out.add_row("prompts retired", f"{metrics[-1]['prompts_retired']}")
         out.add_row("interrupted, truncated", f"{_mean(metrics, 'interrupted'):.1%}, {_mean(metrics, 'truncated'):.1%}")
-        if "repetitive" in metrics[-1]:  # a run of before has none
+        if "repetitive" in metrics[-1]:  # rows of older versions have none
             out.add_row("ended in a loop", f"{_mean(metrics, 'repetitive'):.1%}")
     return out
 
@@ -138,7 +138,7 @@ def _asked(evaluation: dict[str, Any]) -> str:
 
 
 def last_samples(workdir: str, count: int) -> list[dict[str, Any]]:
-    """Completions of the latest update that some were written down of."""
+    """Completions of the latest update that has samples."""
     found = sample_files(os.path.join(workdir, "rollouts"))
     return read_rows(found[-1][1])[:count] if found else []
 

@@ -1,12 +1,12 @@
-"""Waits along the run, and what the devices' hours went into.
+"""Waits along the run, and how the devices' hours were spent.
 
 Between two rows of metrics.jsonl the compute ledger's columns differ by what each side did meanwhile:
 
     trainer      update | waiting for rollouts | evaluating | set-up | other (publishing, writing) | stalled
     generators   sampling | idle | evaluating | set-up | stalled
 
-Waiting is what the trainer's loop measured; `waited_for` names who had the oldest missing group. Idle generators have
-nothing they may sample: the store of untrained groups is full, or the weights they need are not out yet.
+Waiting is measured by the trainer's loop; `waited_for` names what held the oldest missing group. Idle generators have
+nothing they may sample: the store of untrained groups is full, or the weights they need are not published yet.
 """
 
 import collections
@@ -19,11 +19,11 @@ from scalerl_jax.report.numbers import groups_of, rounded
 from scalerl_jax.run.ledger_file import CLASSES
 
 _MOST_INTERVALS = 300
-_MOST_NAMES = 8  # of those waited for
+_MOST_NAMES = 8  # shown of those waited for
 
 
 def hours(row: Row | None) -> dict[str, dict[str, float]]:
-    """Device-hours by role and class, of a row's ledger columns; zeros where there are none."""
+    """Device-hours by role and class, from a row's ledger columns; zeros if it has none."""
     compute = {} if row is None else row.get("compute", row)
     return {
         side: {kind: float(compute.get(f"{side}_{kind}_hours") or 0.0) for kind in CLASSES}
@@ -32,7 +32,7 @@ def hours(row: Row | None) -> dict[str, dict[str, float]]:
 
 
 def totals(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
-    """What the run has cost by its latest row."""
+    """The cost of the run by its latest row."""
     latest = max([*metrics[-1:], *evals[-1:]], key=lambda row: row["time"])
     compute: Mapping[str, Any] = latest.get("compute", latest)
     names = ("device_hours", "model_flops", "trainer_flops", "generator_flops", "evaluation_flops")
@@ -45,27 +45,27 @@ def totals(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
 
 
 def time_line(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
-    """Intervals in order, neighbours put together where there are many.
+    """Intervals in order, with neighbours merged if there are many.
 
-    Seconds are since the first one's start, without the pauses between two starts of the run.
+    Seconds count from the start of the first one, without the pauses between two starts of the run.
     """
     if not metrics:
         return {"intervals": []}
-    # The evaluation of step 0 holds the compute before it and the time after it.
+    # The evaluation of step 0 has the compute before it and the time after it.
     first = evals[0] if evals and evals[0]["step"] < metrics[0]["step"] else None
     begin = first["time"] - first["seconds"] if first else metrics[0]["time"] - measured_seconds(metrics[0])
     intervals, waited_for = [], collections.Counter[str]()
-    # Seconds of running: `left_out` is what has passed between two starts so far, which is no time of the run.
+    # Seconds of running: `left_out` is the time between starts so far, which is not part of the run.
     before, start, left_out = first, begin, 0.0
     for row in metrics:
         pause = None
         if before is not None and before.get("incarnation") != row.get("incarnation"):
-            # The start of the new trainer is not recorded: of its first update the time it measured itself is drawn.
+            # The new trainer's start is not recorded: its first update is drawn with the time it measured itself.
             began = row["time"] - measured_seconds(row)
             pause = max(0.0, began - start)
             left_out += began - start
             start = began
-        elif row["time"] < start:  # the clock was set back: as if no time had passed
+        elif row["time"] < start:  # the clock was set back: drawn as if no time had passed
             left_out += row["time"] - start
             start = row["time"]
         end = max(start, row["time"])
@@ -73,7 +73,7 @@ def time_line(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
         for name, seconds in row.get("waited_for") or []:
             waited_for[name] += seconds
         before, start = row, row["time"]
-    # Servers report each second: an update between two of their reports has the shares of the next one, or of the last.
+    # Servers report each second: an update between two of their reports gets the shares of the next or the last one.
     for one, neighbour in [*zip(intervals[-2::-1], intervals[:0:-1]), *zip(intervals[1:], intervals)]:
         if not sum(one["generators"]):
             one["generators"] = neighbour["generators"]
@@ -91,19 +91,19 @@ def time_line(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
 
 
 def running_seconds(rows: Sequence[Row]) -> float:
-    """From row to row of each start of the run, all starts together; nothing where the clock was set back between."""
+    """Seconds between rows of the same start, summed over all starts; nothing where the clock was set back."""
     pairs = itertools.pairwise(rows)
     of_one = (b["time"] - a["time"] for a, b in pairs if a.get("incarnation") == b.get("incarnation"))
     return float(sum(max(0.0, seconds) for seconds in of_one))
 
 
 def measured_seconds(row: Row) -> float:
-    """The trainer's own account of a batch: waiting and the update."""
+    """The trainer's own measurement of a batch: waiting and the update."""
     return float(row.get("waited_seconds") or 0.0) + float(row.get("update_seconds") or 0.0)
 
 
 def interval(before: Row | None, row: Row, start: float, end: float, pause: float | None) -> dict[str, Any]:
-    """What both sides did between two rows, in device-hours. pause: seconds left out before it, at a new start."""
+    """Device-hours of both sides between two rows. pause: seconds left out before it, at a new start."""
     spent, had = hours(row), hours(before)
     used = {side: {kind: max(0.0, spent[side][kind] - had[side][kind]) for kind in CLASSES} for side in spent}
     trainer = used["trainer"]
@@ -122,7 +122,7 @@ def interval(before: Row | None, row: Row, start: float, end: float, pause: floa
 
 
 def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Neighbouring intervals as one: device-hours become shares of it, and the name most waited for is kept."""
+    """Merges neighbouring intervals: device-hours become shares, and the name most waited for is kept."""
     trainer, generators = (
         [sum(column) for column in zip(*(part[side] for part in parts))] for side in ("trainer", "generators")
     )

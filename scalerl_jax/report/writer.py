@@ -1,8 +1,8 @@
-"""The trainer's report: written at each evaluation by a thread of its own, so that training does not wait for it.
+"""The trainer's report: written at each evaluation on a separate thread, so that training does not wait for it.
 
-At most one page is being made; evaluations that come meanwhile ask for one more, however many they are. A page that
-cannot be made (disk, a damaged row, a fault of ours) is said once, in one line of the log, and the training goes on;
-the next one is tried all the same.
+At most one page is being made; evaluations that come meanwhile request one more, however many they are. A page that
+cannot be made (disk, a damaged row, a bug) is logged once, in one line, and training continues; the next page is tried
+all the same.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from scalerl_jax.system import files, memory
 
 
 class ReportWriter:
-    """A context manager; leaving it waits for the page that is being made, which takes seconds at most."""
+    """A context manager; on leaving it waits for the page that is being made, which takes seconds at most."""
 
     def __init__(self, workdir: str):
         self._workdir = workdir
@@ -27,12 +27,12 @@ class ReportWriter:
         self._next: Future[None] | None = None
 
     def request(self) -> None:
-        """There is something new to show; returns at once."""
+        """Requests a page with the latest rows; returns at once."""
         if self._next is not None and not self._next.running() and not self._next.done():
-            return  # it shows this as well
+            return  # the page that has not begun shows them as well
         try:
             self._next = self._thread.submit(self._write)
-        except RuntimeError as error:  # the machine has no room for one more thread
+        except RuntimeError as error:  # no further thread can be started
             self._say(error)
 
     def __enter__(self) -> "ReportWriter":
@@ -46,7 +46,7 @@ class ReportWriter:
             write_report([self._workdir])
             memory.trim()  # a page reads all rows of the run, and fits curves
         except (OSError, ValueError) as error:
-            # On a full disk the run ends with its next row, and says so.
+            # On a full disk the run ends with its next row, and reports it.
             if getattr(error, "errno", None) not in files.FULL:
                 self._say(error)
         except Exception as error:  # noqa: BLE001 (a fault of ours must not go unheard)
@@ -60,5 +60,5 @@ class ReportWriter:
 
 def _let_training_go_first() -> None:
     with contextlib.suppress(OSError):
-        if sys.platform == "linux":  # where a thread has a priority of its own
+        if sys.platform == "linux":  # where a thread has its own priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

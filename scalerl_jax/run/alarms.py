@@ -1,25 +1,26 @@
-"""What is wrong with a run's learning, decided from its rows of metrics.jsonl: the words of its console and its page.
+"""Alarms about a run's learning, decided from its rows of metrics.jsonl; the console and the page print their texts.
 
-    no gradient    5 updates on end in which no prompt had both right and wrong completions, and why; an alarm
-    truncated      5 % a warning, 10 % an alarm: the paper's unstable runs were past the second, its sound ones below
+    no gradient    5 consecutive updates in which no prompt had both right and wrong completions, with the cause; an
+                   alarm
+    truncated      5 % a warning, 10 % an alarm: the paper's unstable runs were above the second, its stable ones below
                    the first
-    interrupted    likewise
-    repetitive     likewise: completions that end in a loop
-    failed         likewise: episodes whose environment failed
-    mismatch       the mean of |log ratio|: what the comparison at meeting allows the worst percent of tokens
-    mismatch_p99   log 2: of the worst percent of tokens the ratio is beyond a factor of two
-    kl             0.1 nats: what the field has seen where generator and trainer route experts apart; dense models stay
-                   a hundred times below
-    clipped        1 % of the tokens, with CISPO: its cap is for outliers; what clip and gspo clip has no limit
+    interrupted    the same limits
+    repetitive     the same limits: completions that end in a loop
+    failed         the same limits: episodes whose environment failed
+    mismatch       the mean of |log ratio|: the limit that a joining server must meet at the 99th percentile of tokens
+    mismatch_p99   log 2: the worst percent of tokens has ratios beyond a factor of two
+    kl             0.1 nats: reported where generator and trainer route experts differently; dense models stay a hundred
+                   times below
+    clipped        1 % of the tokens, with CISPO: its cap is for outliers; clipping by clip and gspo has no limit
     ratios         an effective sample size under 90 %, of tokens and of completions (length-normalized)
-    entropy        a tenth of the first one: what is left to explore is nearly gone
-    surviving      a quarter of the prompts: the update stands on few groups
-    staleness      k of the pacing: a bound that nothing may cross
+    entropy        a tenth of the first one: little exploration is left
+    surviving      a quarter of the prompts: the update rests on few groups
+    staleness      k of the pacing: a bound that cannot be crossed
 
-The limits of truncation are the paper's, those of interruption and repetition are set beside them, and that of
-staleness is the pacing's; the others are this project's choice.
-Pure: nothing is read or written here. Limits are held against the mean of the last 10 updates; fewer are no trend, and
-raise nothing.
+The truncation limits are the paper's; interruption and repetition use the same ones; the staleness limit is the
+pacing's; the others are this project's choice.
+Pure: nothing is read or written here. Limits apply to the mean of the last 10 updates; fewer show no trend and raise
+nothing.
 """
 
 import dataclasses
@@ -31,11 +32,11 @@ import numpy as np
 
 Row = Mapping[str, Any]
 
-WITHOUT_GRADIENT = 5  # updates on end without a gradient, from which on a run is said to learn nothing
-RECENT = 10  # updates whose mean is held against a limit
-# As rollouts/parity/handshake.py has them for config.parity.p99_limit = 0; that one brings gRPC, which a report
-# does without.
-_P99_LIMITS = {"float32": 1e-2, "bfloat16": 2e-1, "auto": 2e-1}  # auto: of a run that does not say what it chose
+WITHOUT_GRADIENT = 5  # consecutive updates without a gradient that raise the alarm
+RECENT = 10  # updates whose mean is compared with a limit
+# As in rollouts/parity/handshake.py for config.parity.p99_limit = 0; that module imports gRPC, which a report does not
+# need.
+_P99_LIMITS = {"float32": 1e-2, "bfloat16": 2e-1, "auto": 2e-1}  # auto: the run did not record its choice
 _WARNING, _ALARM = 0.05, 0.10  # of the completions
 _CLIPPED = 0.01
 _FACTOR = 2
@@ -53,7 +54,7 @@ class Sign:
 
     column: str
     name: str
-    says: str  # of its mean past a limit: {value}, or {share} in percent
+    says: str  # text for a mean past a limit, with {value}, or {share} in percent
     advice: str  # what to do
 
 
@@ -126,13 +127,13 @@ SIGNS = {
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Of one column's mean: where it is, why, and on which side trouble is."""
+    """A limit on one column's mean: its value, its label, and the side on which it counts as passed."""
 
     value: float
     label: str
     trouble: str = "above"  # or "below"
-    bound: bool = False  # nothing can cross it; it is shown, and raises no alarm
-    loud: bool = False  # past it is an alarm, past others a warning
+    bound: bool = False  # it cannot be crossed: it is drawn and raises no alarm
+    loud: bool = False  # passing it raises an alarm, passing others a warning
 
     def passed_by(self, value: float | None) -> bool:
         if value is None or self.bound:
@@ -152,7 +153,7 @@ class Alarm:
 
 
 def limits(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, list[Limit]]:
-    """The limits of each chart, the gravest last. settings: the config's leaves by their dotted names."""
+    """The limits of each chart, the most severe last. settings: the config's leaves by their dotted names."""
     shares = [Limit(_WARNING, f"{_WARNING:.0%}"), Limit(_ALARM, f"{_ALARM:.0%}", loud=True)]
     effective = [Limit(_EFFECTIVE, f"{_EFFECTIVE:.0%}", "below")]
     k, mismatch = settings["pacing.max_off_policy_steps"], settings["parity.p99_limit"]
@@ -178,7 +179,7 @@ def limits(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, list[L
 
 
 def alarms(rows: Sequence[Row], settings: Mapping[str, Any]) -> list[Alarm]:
-    """Everything that is wrong at the end of these rows, the gravest first; [] where nothing is."""
+    """All alarms at the end of these rows, the most severe first; [] if there are none."""
     nothing = no_gradient(rows[without_gradient(rows) :], settings)
     past = past_limits(rows, settings) if enough(rows) else []
     if nothing is None:
@@ -187,7 +188,7 @@ def alarms(rows: Sequence[Row], settings: Mapping[str, Any]) -> list[Alarm]:
 
 
 def past_limits(rows: Sequence[Row], settings: Mapping[str, Any]) -> list[Alarm]:
-    """The signs that are past a limit, the loud ones first."""
+    """The signs past a limit, alarms before warnings."""
     drawn = limits(rows, settings)
     found = []
     for key, sign in SIGNS.items():
@@ -201,34 +202,34 @@ def past_limits(rows: Sequence[Row], settings: Mapping[str, Any]) -> list[Alarm]
 
 
 def enough(rows: Sized) -> bool:
-    """Whether there are rows enough for their mean to be held against a limit."""
+    """Whether there are enough rows for their mean to be compared with a limit."""
     return len(rows) >= RECENT
 
 
 def recent_mean(rows: Sequence[Row], column: str) -> float | None:
-    """Over those of the last RECENT rows that have it; None without any."""
+    """The column's mean over those of the last RECENT rows that have it; None if none has it."""
     values = [row[column] for row in rows[-RECENT:] if row.get(column) is not None]
     return float(np.mean(values)) if values else None
 
 
 def has_gradient(row: Row) -> bool:
-    """Whether the update of this row moved the policy. A row that does not tell counts as one that did."""
+    """Whether the update of this row moved the policy. A row without these columns counts as one that did."""
     return row.get("prompts_surviving", 1) > 0 and row.get("gradient_norm", 1) != 0
 
 
 def without_gradient(rows: Sequence[Row]) -> int:
-    """Where the rows without gradient at the end begin; len(rows) where the last one has one."""
+    """The index where the trailing rows without gradient begin; len(rows) if the last row has a gradient."""
     start = len(rows)
     while start > 0 and not has_gradient(rows[start - 1]):
         start -= 1
     return start
 
 
-COVERED_BY_NO_GRADIENT = ("surviving", "truncated", "failed")  # what `no_gradient` says of them is more
+COVERED_BY_NO_GRADIENT = ("surviving", "truncated", "failed")  # `no_gradient` reports these in more detail
 
 
 def no_gradient(rows: Sequence[Row], settings: Mapping[str, Any]) -> Alarm | None:
-    """Of rows on end that all lack a gradient: that nothing is learned, and why; None where they are too few."""
+    """The alarm that nothing is learned, and why, for consecutive rows without gradient; None if they are too few."""
     if len(rows) < WITHOUT_GRADIENT:
         return None
     right, cut, unended, failed = (

@@ -1,22 +1,22 @@
-"""Whether a run has collapsed, and since when: one alarm, decided from its rows of metrics.jsonl and evals.jsonl.
+"""The collapse alarm: whether a run has collapsed, and since when, from its rows of metrics.jsonl and evals.jsonl.
 
-    low           an evaluation that is a fifth below the best one, and by four standard errors (of the differences of
-                  each prompt, where both asked the same prompts)
+    low           an evaluation that is a fifth below the best one, and by four standard errors (of the differences per
+                  prompt, if both used the same prompts)
     below         one that is a fifth below the lowest that the live forecast expected, and by three standard errors
-    training      the pass rate of the last 5 batches is a third below the best of ten on end, and by four standard
-                  errors. More than an evaluation, since the curriculum takes the easy prompts away
+    training      the pass rate of the last 5 batches is a third below that of the best ten consecutive ones, and by
+                  four standard errors. More than for an evaluation, since the curriculum removes easy prompts
     the updates   sequence effective sample size (a quarter of the last 10 updates at most a third of the usual),
                   gradient norm (a quarter of them at least 4 times the usual), truncation and loops (0.2 of the
                   completions more than usual), no gradient in half of the updates while the training pass rate is under
                   a tenth of its best. Usual: the median of the 50 updates before these 10
 
     collapse      an evaluation is low and the one before was low or below; or one is low or below, and the updates or
-                  the training pass rate show a sign; or the training pass rate and the updates do, and no evaluation
-                  since the fall says otherwise; or a gradient or a loss is not finite
+                  the training pass rate show a sign; or both the training pass rate and the updates show a sign, and no
+                  evaluation since the drop contradicts them; or a gradient or a loss is not finite
 
-One unlucky evaluation is no collapse, nor is an update that jumps: a policy that is well again has none of these signs.
-The last good step is the newest evaluation that is as good as the best, within two standard errors or a twentieth; or
-the update before the first sign, where no evaluation has come since.
+One unlucky evaluation is not a collapse, nor is one update that jumps: a policy that has recovered shows none of these
+signs. The last good step is that of the newest evaluation as good as the best one, within two standard errors or a
+twentieth; if no evaluation came after it, the update before the first sign.
 
 Pure: nothing is read or written here. The limits are this project's choice.
 """
@@ -32,7 +32,7 @@ import numpy as np
 Row = Mapping[str, Any]
 
 _RECENT, _USUAL = 10, 50  # updates
-_BATCHES, _BEST_BATCHES = 5, 10  # whose mean pass rate is held against the best mean of so many on end
+_BATCHES, _BEST_BATCHES = 5, 10  # the mean pass rate of 5 batches is compared with the best mean of 10 consecutive ones
 _LOW, _LOW_ERRORS, _BELOW_ERRORS = 1 / 5, 4.0, 3.0
 _TRAINING_LOW = 1 / 3
 _GOOD, _GOOD_ERRORS = 1 / 20, 2.0
@@ -49,11 +49,11 @@ _RATES = ("samples", "pass_rate", "pass_rate_low", "pass_rate_high")  # of an ev
 
 @dataclasses.dataclass(frozen=True)
 class Collapse:
-    """What the alarm says."""
+    """A collapse, as the alarm reports it."""
 
-    step: int  # at which it was raised
+    step: int  # when the alarm was raised
     since: int  # the update with the first sign
-    last_good: int  # the newest step at which the policy was as good as ever
+    last_good: int  # the newest step at which the policy was still good
     signs: tuple[str, ...]  # each with its figures
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class _Evaluation:
 
     @staticmethod
     def of(row: Row) -> "_Evaluation | None":
-        """None where the row lacks something: an older run's, or one that was edited."""
+        """From a row of evals.jsonl; None if it lacks a column: written by an older version, or edited."""
         passes, numbers = row.get("passes"), [row.get(name) for name in _RATES]
         if not isinstance(passes, list) or not passes or not all(map(_finite, [*passes, *numbers])):
             return None
@@ -87,25 +87,25 @@ class _Evaluation:
 
 
 class CollapseWatch:
-    """Follows the rows of a run as they are made; says once that it has collapsed.
+    """Follows the rows of a run as they are written; raises one collapse alarm.
 
-    An evaluation may come after rows of later steps.
+    An evaluation may arrive after rows of later steps.
     """
 
     def __init__(self) -> None:
         self.raised: Collapse | None = None
         self._rows: collections.deque[Row] = collections.deque(maxlen=_RECENT + _USUAL)
-        self._begun: dict[str, int] = {}  # sign of the updates that holds now -> the update where it began
-        self._signs: list[str] = []  # with their figures
-        self._training = ""  # its sign, while it holds
+        self._begun: dict[str, int] = {}  # each current sign of the updates -> the update where it began
+        self._signs: list[str] = []  # the current signs of the updates, with their figures
+        self._training = ""  # the sign of the training pass rate; empty: none
         self._best_batches: tuple[float, float] | None = None  # mean pass rate, prompts
         self._evaluations: list[_Evaluation] = []
-        self._low: list[int] = []  # steps of the evaluations at the end that are low or below, on end
-        self._low_reasons: list[str] = []  # of the last of them
-        self._forecast: tuple[int, float] | None = None  # made at this step; the lowest of a later evaluation
+        self._low: list[int] = []  # steps of the trailing consecutive evaluations that are low or below
+        self._low_reasons: list[str] = []  # the reason of the last of them
+        self._forecast: tuple[int, float] | None = None  # its step; the lowest later pass rate that it expects
 
     def update(self, row: Row) -> Collapse | None:
-        """The next row of metrics.jsonl. The collapse, if this row tells of it."""
+        """Takes the next row of metrics.jsonl; returns the collapse if this row raises it."""
         short = {name: value for name, value in row.items() if name in _NAMES}
         self._rows.append(short)
         self._forecast = _forecast_of(row) or self._forecast
@@ -117,11 +117,11 @@ class CollapseWatch:
         if not self._training or not self._signs:
             return None
         if self._evaluations and not self._low and self._evaluations[-1].step >= self._fall():
-            return None  # what the batches lack is in their prompts
+            return None  # the evaluations are not low: the batches have harder prompts
         return self._raise()
 
     def evaluation(self, row: Row) -> Collapse | None:
-        """The next row of evals.jsonl. The collapse, if this row tells of it."""
+        """Takes the next row of evals.jsonl; returns the collapse if this row raises it."""
         now = _Evaluation.of(row)
         if now is None:
             return None
@@ -143,12 +143,12 @@ class CollapseWatch:
         return None
 
     def not_finite(self, step: int, says: str) -> Collapse | None:
-        """An update whose gradient is not: there may be no row of it."""
+        """Records an update whose gradient is not finite, which may have no row."""
         return self._raise(says, step=step)
 
     @property
     def good_evaluation(self) -> int | None:
-        """The step of the newest evaluation that is as good as the best; None: there is none."""
+        """The step of the newest evaluation that is as good as the best; None without evaluations."""
         if not self._evaluations:
             return None
         best = self._best()
@@ -178,7 +178,7 @@ class CollapseWatch:
         return self.raised
 
     def _fall(self) -> int:
-        """The first of the batches whose pass rate is judged."""
+        """The step of the first of the last _BATCHES batches."""
         return [*self._rows][-_BATCHES:][0]["step"]
 
     def _check_batches(self) -> None:
@@ -210,14 +210,14 @@ _NAMES = ("step", "pass_rate", "prompts", "prompts_surviving", _SEQUENCE_ESS, *_
 
 
 def first_collapse(metrics: Iterable[Row], evals: Iterable[Row]) -> Collapse | None:
-    """Of a run's rows, as they were written: the alarm that they raise; None: none."""
+    """The collapse that a run's rows show; None if there is none."""
     watch = CollapseWatch()
     follow(watch, metrics, evals)
     return watch.raised
 
 
 def follow(watch: CollapseWatch, metrics: Iterable[Row], evals: Iterable[Row]) -> None:
-    """Shows a watch the rows of a run, those of an evaluation after those of the update that it is of."""
+    """Passes the rows of a run to a watch in order of step, an evaluation after the update of its step."""
     rows = sorted(
         [(row["step"], 0, row) for row in metrics] + [(row["step"], 1, row) for row in evals], key=lambda row: row[:2]
     )
@@ -226,7 +226,7 @@ def follow(watch: CollapseWatch, metrics: Iterable[Row], evals: Iterable[Row]) -
 
 
 def _signs(before: Sequence[Row], recent: Sequence[Row], best: float | None) -> dict[str, str]:
-    """What the updates show, by name. best: mean pass rate of the best batches."""
+    """The signs that the updates show, by name. best: mean pass rate of the best batches."""
     if len(before) < _RECENT:
         return {}
     found = {}
@@ -248,7 +248,7 @@ def _signs(before: Sequence[Row], recent: Sequence[Row], best: float | None) -> 
 
 
 def _enough(values: Sequence[float]) -> bool:
-    """A quarter of fewer is a single update."""
+    """Whether there are enough values: a quarter of fewer is a single update."""
     return len(values) >= _BATCHES
 
 
@@ -266,7 +266,7 @@ def _finite(value: Any) -> bool:
 
 
 def _forecast_of(row: Row) -> tuple[int, float] | None:
-    """What a row of metrics.jsonl has of the live forecast, if anything: (step, the lowest of a later evaluation)."""
+    """The live forecast in a row of metrics.jsonl, if any: (its step, the lowest pass rate that it expects next)."""
     forecast = row.get("forecast")
     if not isinstance(forecast, Mapping) or not _finite(forecast.get("next_low")):
         return None

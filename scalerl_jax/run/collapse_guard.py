@@ -1,8 +1,8 @@
 """The collapse alarm of a running trainer, and what config.checkpoint.on_collapse does about it.
 
-The watch (collapse.py) is shown every row as it is written; the trainer asks `raise_if_collapsed` where its state is
-whole, before it saves, and is ended there by Collapsed: nothing more is saved of it. collapse.json says so to later
-starts: they end alike until --from_step has gone back to an earlier checkpoint, or on_collapse=alarm is given.
+The watch (collapse.py) receives every row as it is written. The trainer calls `raise_if_collapsed` where its state is
+whole, before it saves; Collapsed ends the run there, and nothing more is saved. collapse.json records it: later starts
+end the same way until --from_step has gone back to an earlier checkpoint, or on_collapse=alarm is given.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ class Collapsed(SystemExit):
 
 
 def check(workdir: str, *, on_collapse: str) -> str:
-    """At a start, before checkpoints and rows are read: a line where the run goes on though it had stopped.
+    """Called at a start, before checkpoints and rows are read. Returns a line if a stopped run continues.
 
-    Raises Collapsed where it had stopped and nothing says how to go on, and UserError where the file is damaged.
+    Raises Collapsed if the run had stopped and no flag says how to continue, and UserError if the file is damaged.
     """
     path = os.path.join(workdir, _FILE)
     if not os.path.exists(path):
@@ -60,9 +60,9 @@ def check(workdir: str, *, on_collapse: str) -> str:
 
 
 def go_back(workdir: str, step: int) -> str:
-    """Sets aside the checkpoints after `step` (0: all); the next start goes on from there. Gives a line on it.
+    """Sets aside the checkpoints after `step` (0: all), so that the next start continues from it. Returns a line on it.
 
-    Killed at any time, the same again completes it. Raises UserError where there is no checkpoint of that step.
+    If it is killed, the same call completes it. Raises UserError if there is no checkpoint of that step.
     """
     there = _steps(workdir)
     if step and step not in there:
@@ -95,7 +95,8 @@ def _steps(workdir: str) -> list[int]:
 
 
 class CollapseGuard:
-    """Of one trainer; used by its thread. The folder's logs are open, and end at the step that the run goes on from."""
+    """The collapse alarm of one trainer, for its thread. The folder's logs are open and end at the step to resume
+    from."""
 
     def __init__(self, config: Config, *, folder: RunFolder, checkpoints: Checkpoints, say: Callable[[str], None]):
         self._on_collapse = config.checkpoint.on_collapse
@@ -103,12 +104,12 @@ class CollapseGuard:
         self._watch = CollapseWatch()
         follow(self._watch, read_rows(folder.path("metrics.jsonl")), folder.evaluations())
         self._found: Collapse | None = None
-        self._tell(self._watch.raised)  # of before a restart
+        self._tell(self._watch.raised)  # from the rows before a restart
 
     def wrap(
         self, on_row: Callable[[Mapping[str, Any], Mapping[str, bool]], None]
     ) -> Callable[[Mapping[str, Any], Mapping[str, bool]], None]:
-        """`on_row`, as of StepMetrics, with this alarm among the others; each row is looked at."""
+        """`on_row`, as of StepMetrics, with this alarm among the others; checks each row."""
 
         def row(values: Mapping[str, Any], alarms: Mapping[str, bool]) -> None:
             self._tell(self._watch.update(values))
@@ -117,14 +118,14 @@ class CollapseGuard:
         return row
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
-        """The next row of evals.jsonl."""
+        """Takes the next row of evals.jsonl."""
         self._tell(self._watch.evaluation(row))
 
     @contextlib.contextmanager
     def update(self, step: int) -> Iterator[None]:
-        """Around the update that makes `step`: a gradient that is not finite is a collapse at once.
+        """Wraps the update that makes `step`: a gradient that is not finite is a collapse at once.
 
-        The state is lost with it: as an alarm alone it ends the run as what it is, FloatingPointError.
+        The state is lost with it, so with on_collapse=alarm the run still ends, with the FloatingPointError.
         """
         try:
             yield
@@ -134,7 +135,7 @@ class CollapseGuard:
             raise
 
     def raise_if_collapsed(self) -> None:
-        """Raises Collapsed where the run has collapsed and is to stop."""
+        """Raises Collapsed if the run has collapsed, unless on_collapse=alarm."""
         if self._found is None or self._on_collapse == "alarm":
             return
         self._checkpoints.wait()
@@ -143,7 +144,7 @@ class CollapseGuard:
         raise end
 
     def kept(self, steps: Sequence[int]) -> Collection[int]:
-        """Of the steps of all checkpoints that of the newest evaluation which is as good as the best, or one before."""
+        """The checkpoint to keep: the newest one that is not after the newest evaluation as good as the best."""
         good = self._watch.good_evaluation
         before = [step for step in steps if good is not None and step <= good]
         return before[-1:] if self._on_collapse != "alarm" else []

@@ -1,7 +1,7 @@
-"""compute_dtype=auto: what a run computes in is chosen once, at its start, and written into its config.json.
+"""compute_dtype=auto: the compute dtype is chosen once, at the start of a run, and written into its config.json.
 
-config.model.compute_dtype   auto: what the folder's config.json says; else float32 beside sync_dtype=float32, and
-                             what is fastest on this machine beside bfloat16 (system/platforms.py)
+config.model.compute_dtype   auto: float32 with sync_dtype=float32; else as in the run folder's config.json, if the run
+                             has begun; else the fastest dtype on this machine (system/platforms.py)
 config.fleet.compute_dtype   auto: as the trainer's, so that both sides run one policy
 """
 
@@ -19,9 +19,9 @@ _DTYPES: dict[str, Dtype] = {"bfloat16": "bfloat16", "float32": "float32"}
 
 
 def settle(config: Config, workdir: str = "") -> list[str]:
-    """Puts the dtypes chosen in the place of auto. Returns the lines to be said: none where nothing was chosen.
+    """Replaces auto by the chosen dtypes. Returns the lines to log: none if nothing was chosen.
 
-    workdir: of the run, which may have begun; "": there is none.
+    workdir: the folder of the run, which may have begun; empty without one.
     """
     lines = []
     if config.model.compute_dtype == AUTO:
@@ -37,7 +37,7 @@ def _choose(config: Config, workdir: str) -> tuple[Dtype, str]:
         return "float32", "as config.model.sync_dtype is"
     try:
         begun = config_check.saved_leaves(read_object(os.path.join(workdir, "config.json"))) if workdir else {}
-    except (OSError, ValueError):  # the run has not begun, or its folder is refused for it a moment later
+    except (OSError, ValueError):  # the run has not begun, or its folder is refused later in the start
         begun = {}
     if (before := str(begun.get("model.compute_dtype"))) in _DTYPES:
         return _DTYPES[before], "as the run was begun"

@@ -1,12 +1,12 @@
-"""Which fields of the config a run may be continued with other values of: one table.
+"""Which fields of the config may change when a run is continued: one table.
 
-    FREE    where and how it runs, and what is written down: mesh, rows, servers, checkpoints, ...
-    NOTED   what is learned stays the same run's, but rows before and after are not quite comparable: a line says so
+    FREE    where and how it runs, and what is logged: mesh, rows, servers, checkpoints, ...
+    NOTED   the run still learns the same, but rows before and after are not quite comparable: a line says so
     BOUND   changes what is learned: refused by name, unless --allow=FIELD,... asks for it
-    WARM    the warm start's alone: BOUND in its folder, FREE in that of a run
+    WARM    fields of the warm start only: BOUND in its folder, FREE in that of a run
 
-A field that is listed has that class; else that of its group. `max_steps` may grow, or shrink to what has been made.
-What changed, and from which step on, is kept in config_history.jsonl; config.json is the config that holds now.
+A field has the class that FIELDS gives it, else that of its group. `max_steps` may grow, or shrink to the steps already
+made. Changes, and the step from which they hold, are kept in config_history.jsonl; config.json is the current config.
 """
 
 import dataclasses
@@ -20,16 +20,16 @@ from scalerl_jax.config_check import ConfigError
 
 FREE, NOTED, BOUND, WARM = "free", "said", "bound", "warm"
 
-# A new field is of its group's kind.
+# A new field has the class of its group.
 GROUPS = {
-    "model": BOUND,  # path: the start, the tokenizer and the decoder; a folder that has only moved is allowed by name
+    "model": BOUND,  # path: initial policy, tokenizer and decoder; a folder that has only moved is allowed by name
     "environment": BOUND,
     "rollout": BOUND,
     "pacing": BOUND,
     "evaluation": NOTED,
     "learner": FREE,  # mesh, packing and chunks: the gradient is the same to rounding
     "fleet": FREE,
-    "parity": FREE,  # who may sample
+    "parity": FREE,  # which servers may sample
     "checkpoint": FREE,
     "telemetry": FREE,
     "sft": WARM,
@@ -45,16 +45,16 @@ FIELDS = {
     "max_steps": FREE,
     "model.remat": FREE,
     "model.attention": FREE,
-    "environment.verifier_processes": FREE,  # verifier_seconds is not: a slow answer is right or wrong by it
+    "environment.verifier_processes": FREE,  # verifier_seconds is not: it decides whether a slow answer is correct
     "environment.judge.url": FREE,  # where the same model and template are asked
     "environment.judge.key_variable": FREE,
-    "environment.judge.seconds": FREE,  # a judge that does not answer ends the run: nothing becomes wrong by it
+    "environment.judge.seconds": FREE,  # a judge that does not answer ends the run: no score depends on it
     "environment.judge.retries": FREE,
     "environment.judge.cache": FREE,
-    "distill.teachers": NOTED,  # where they are may change
+    "distill.teachers": NOTED,  # their addresses may change
     "distill.seconds": FREE,
-    "rollout.max_prompt_tokens": FREE,  # a prompt that is longer ends the start: it is never cut
-    "pacing.max_buffered_batches": NOTED,  # how stale tokens are, below k: as the number of servers is
+    "rollout.max_prompt_tokens": FREE,  # a longer prompt fails the start: prompts are never cut
+    "pacing.max_buffered_batches": NOTED,  # changes the staleness below k, as the number of servers does
     "evaluation.every": FREE,
     "evaluation.servers": FREE,
     "sft.checkpoint_every": FREE,
@@ -65,7 +65,7 @@ FIELDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One field that is not what it was."""
+    """One field whose value has changed."""
 
     name: str  # without "config."
     before: Any
@@ -77,7 +77,7 @@ class Change:
 
 
 def kind_of(name: str) -> str | None:
-    """The class of a field; None: it is in no class yet."""
+    """The class of a field; None if it has no class yet."""
     name = config_check.as_environment(name)
     return FIELDS.get(name) or GROUPS.get(name.partition(".")[0])
 
@@ -86,7 +86,7 @@ def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     """Every field in which `new` differs from `old` (a config.json's contents), in the order of the config.
 
     A field that `old` lacks, because it was written before the field existed, counts as the default. Raises ConfigError
-    where `old` has one that is not a field any more, and it was not at a default that could be told.
+    if `old` has one that is no longer a field, unless its class is FREE.
     """
     saved = config_check.saved_leaves(old)
     mixture = old.get("mixture")
@@ -96,7 +96,7 @@ def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     for name in before:
         if name not in after and not name.startswith("mixture.") and kind_of(name) != FREE:
             raise ConfigError(f"config.{name} is {before[name]!r} there and is not a field any more")
-    # Of a mixture's environments one or the other may have none of that name.
+    # A mixture's environment may be in only one of the two.
     return [
         Change(name, before.get(name), after.get(name), kind_of(name) or BOUND)
         for name in {**after, **before}
@@ -105,7 +105,7 @@ def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
 
 
 def allowed_fields(names: Collection[str]) -> set[str]:
-    """The fields that --allow names, without "config.". Raises ConfigError where one is no field."""
+    """The fields that --allow names, without "config.". Raises ConfigError if one is not a field."""
     fields = config_check.annotations()
     found = {name.strip().removeprefix("config.") for name in names} - {""}
     for name in sorted(name for name in found if config_check.as_environment(name) not in fields):
@@ -114,7 +114,7 @@ def allowed_fields(names: Collection[str]) -> set[str]:
 
 
 def refused(found: Sequence[Change], *, allowed: Collection[str], warm_start: bool) -> list[Change]:
-    """Those that need to be allowed by name, and are not. allowed: as allowed_fields gives them."""
+    """The changes that must be allowed by name and are not. allowed: as allowed_fields returns them."""
     kinds = {BOUND, WARM} if warm_start else {BOUND}
     return [change for change in found if change.kind in kinds and change.name not in allowed]
 

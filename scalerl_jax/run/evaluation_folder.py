@@ -1,12 +1,12 @@
-"""The folder of scalerl-eval: what was asked, every completion, and a row of numbers for each policy.
+"""The folder of scalerl-eval: its settings, every completion, and a row of numbers for each policy.
 
-    settings.json                  what was asked; a folder made with other settings is refused
+    settings.json                  the evaluation's settings; a folder made with other settings is refused
     completions-STEP-KEY.jsonl     a line for each completion, prompt by prompt as they are finished
-    evals.jsonl                    a row for each policy whose completions are all there, as a run's own evals.jsonl
+    evals.jsonl                    a row for each policy whose completions are complete, as in a run's own evals.jsonl
 
-KEY stands for the weights, the rows and the user's own code: where one of them is another, nothing of before is taken
-for its result. A prompt's completions are written in one piece. A torn end is cut off when the command is started
-again, and what is there is not sampled again.
+KEY identifies the weights, the rows and the user's own code: if one of them changes, earlier completions are not used.
+A prompt's completions are written in one piece. When the command is restarted, a torn end is cut off, and finished
+prompts are not sampled again.
 """
 
 import json
@@ -28,7 +28,7 @@ from scalerl_jax.system.files import read_object, write_whole
 
 
 class EvaluationFolder:
-    """A context manager; one process at a time. Raises ConfigError where the folder is another evaluation's."""
+    """A context manager; one process at a time. Raises ConfigError if the folder holds another evaluation."""
 
     def __init__(self, path: str, settings: Mapping[str, Any]):
         self.path = path
@@ -61,12 +61,12 @@ class EvaluationFolder:
         os.close(self._lock)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of evals.jsonl."""
+        """The rows of evals.jsonl."""
         path = self._file("evals.jsonl")
         return read_rows(path) if os.path.exists(path) else []
 
     def add_row(self, row: Mapping[str, Any]) -> None:
-        """In order of step, in the place of one of the same step; whole or not at all."""
+        """Adds a row in order of step, replacing one of the same step; the file is written whole or not at all."""
         others = [other for other in self.rows() if other["step"] != row["step"]]
         rows = sorted([*others, dict(row)], key=lambda one: one["step"])
         write_whole(self._file("evals.jsonl"), "".join(map(line_of, rows)))
@@ -79,10 +79,10 @@ class EvaluationFolder:
 
 
 class Completions:
-    """Those of one policy; a context manager. `prompts`: those that are there, by the index of their row."""
+    """The completions of one policy; a context manager. `prompts`: the finished ones, by the index of their row."""
 
     def __init__(self, path: str, step: int, rows: Sequence[Row], *, samples: int):
-        """Raises ValueError naming file and row where it holds other prompts."""
+        """Raises ValueError naming file and row if the file holds other prompts."""
         self._path, self._step, self._samples = path, step, samples
         self.prompts: dict[int, Prompt] = {}
         by_index = {row.index: row for row in rows}
@@ -141,7 +141,7 @@ class Completions:
         self.prompts[group.row.index] = prompt
 
     def so_far(self) -> str:
-        """The pass rate of what is there, for a progress line."""
+        """The pass rate so far, for a progress line."""
         correct = [sample.correct for prompt in self.prompts.values() for sample in prompt.samples]
         return f"mean {sum(correct) / len(correct):.3f} so far"
 

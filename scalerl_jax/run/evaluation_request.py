@@ -1,4 +1,4 @@
-"""What scalerl-eval is asked: the config that its flags, a run's folder and its defaults make together."""
+"""The config of a scalerl-eval command, made from its flags, a run's folder and the defaults."""
 
 import re
 
@@ -11,7 +11,7 @@ from scalerl_jax.config_io import GivenConfig
 from scalerl_jax.environments.load import place_of
 
 FLAGS = flags.FLAGS
-# Of a run's environment, what holds for others that its policy is evaluated on.
+# The fields of a run's environment that also apply to other environments that its policy is evaluated on.
 _KEPT = (
     *("chat_template", "template_arguments", "system_prompt", "prompt_suffix", "long_prompts", "options"),
     *("minimum_terms", "maximum_terms", "sandbox", "verifier_processes", "verifier_seconds", "verifier_memory_bytes"),
@@ -19,7 +19,7 @@ _KEPT = (
 
 
 def asked(given: GivenConfig) -> Config:
-    """The config of what the flags ask for. Raises UserError or ConfigError."""
+    """The config that the flags ask for. Raises UserError or ConfigError."""
     values = FLAGS
     if bool(values.model) == bool(values.workdir):
         raise entry.UserError("--model or --workdir: one of them says what is evaluated")
@@ -53,7 +53,7 @@ def asked(given: GivenConfig) -> Config:
             }
             config.environment = EnvironmentConfig()
     else:
-        # The prompts that are held out are the run's: of more, some would be such as it was trained on.
+        # The run decides how many prompts are held out: with more, some would be prompts that it was trained on.
         held_out = held_out or config.evaluation.prompts
         if max(values.prompts, config.evaluation.prompts) > held_out:
             most = max(values.prompts, config.evaluation.prompts)
@@ -64,9 +64,9 @@ def asked(given: GivenConfig) -> Config:
 
 
 def environment_of(text: str, base: EnvironmentConfig) -> EnvironmentConfig:
-    """What one --environment means. Raises ValueError where it means nothing.
+    """The environment that one --environment names. Raises ValueError if it names none.
 
-    base: gives how prompts are asked and under which limits answers are judged; its data and its rewards are its own.
+    base: gives how prompts are rendered and the limits for scoring; the data and rewards are the environment's own.
     """
     name, where = place_of(text)
     return EnvironmentConfig(name=name, validation=where, **{field: getattr(base, field) for field in _KEPT})

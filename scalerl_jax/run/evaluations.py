@@ -1,4 +1,4 @@
-"""Evaluations of a run: asked of the fleet, waited for or not, and written down when they come."""
+"""Evaluations of a run: requested from the fleet, waited for or not, and written when they finish."""
 
 import contextlib
 import dataclasses
@@ -20,16 +20,16 @@ from scalerl_jax.run.progress import ProgressLine
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """An evaluation that has not come yet."""
+    """An evaluation that is requested and not finished."""
 
     step: int  # the version evaluated
     began: float  # monotonic seconds
-    compute: dict[str, Any]  # the ledger's columns when it was asked for
+    compute: dict[str, Any]  # the ledger's columns when it was requested
     future: Future[list[FinishedGroup]]
 
 
 class Evaluations:
-    """Of one trainer; used by its thread."""
+    """The evaluations of one trainer; used by its thread."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class Evaluations:
         self._asked: list[_Asked] = []
 
     def due(self, step: int) -> bool:
-        """Whether version `step` is to be evaluated: every so many, and the last."""
+        """Whether version `step` is evaluated: every config.evaluation.every steps, and the last."""
         return step % self._config.evaluation.every == 0 or step == self._config.max_steps
 
     def ask(self, step: int, *, wait: Callable[[], None], last: bool = False) -> None:
-        """Asks for the evaluation of version `step`, unless its row is there already, or asked for.
+        """Requests the evaluation of version `step`, unless its row exists or it has been requested.
 
-        Waits where that takes all servers, and for all evaluations after the last step; `wait` is called again and
-        again meanwhile, and calls `collect`. last: no step follows, though config.max_steps are not reached.
+        Waits if evaluations take all servers, and after the last step for all evaluations; `wait` is called repeatedly
+        meanwhile, and calls `collect`. last: no step follows, though config.max_steps is not reached.
         """
         steps = [*(row["step"] for row in self._folder.evaluations()), *(asked.step for asked in self._asked)]
         if step not in steps:
@@ -67,18 +67,18 @@ class Evaluations:
                 self.finish(wait=wait)
 
     def owes(self, step: int) -> list[int]:
-        """Versions before `step` that are being evaluated: a run that goes on from `step` would lack their rows."""
+        """Versions before `step` that are being evaluated: a run that resumes from `step` would lack their rows."""
         return [asked.step for asked in self._asked if asked.step < step]
 
     def finish(self, *, wait: Callable[[], None]) -> None:
-        """Waits for all that is asked for."""
+        """Waits for all requested evaluations."""
         for asked in list(self._asked):
-            with contextlib.suppress(EvaluationLost):  # `collect` says so
+            with contextlib.suppress(EvaluationLost):  # `collect` reports it
                 self._fleet.result(asked.future, wait=wait)
         self.collect()
 
     def collect(self) -> None:
-        """Writes down what has come."""
+        """Writes the rows of finished evaluations."""
         for asked in [asked for asked in self._asked if asked.future.done()]:
             self._asked.remove(asked)
             if isinstance(asked.future.exception(), EvaluationLost):

@@ -1,7 +1,7 @@
 """TensorBoard event files, written with tensorboard's own protos and record format; no torch, no tensorflow.
 
-A run that goes on from step s writes a new file whose session starts at s + 1: TensorBoard then drops what older files
-hold from there on, so no curve overlaps itself.
+A run that resumes from step s writes a new file whose session starts at s + 1: TensorBoard then drops the values of
+older files from there on, so no curve overlaps itself.
 """
 
 import glob
@@ -19,12 +19,12 @@ from scalerl_jax.system import files
 
 
 class EventFile:
-    """One event file of one trainer process. Before `add` returns its row is in the file, whole or not at all."""
+    """One event file of one trainer process. When `add` returns, its row is in the file, whole or not at all."""
 
     def __init__(self, folder: str, *, first_step: int):
         with files.naming(folder):
             os.makedirs(folder, exist_ok=True)
-        # Readers take the files in the order of their names, which begin with the second they were made in.
+        # Readers sort the files by name; names begin with the second in which the file was made.
         older = [name.split(".")[3] for name in glob.glob("events.out.tfevents.*", root_dir=folder)]
         second = max([int(time.time()), *(int(made) + 1 for made in older if made.isdigit())])
         name = f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{os.getpid()}"

@@ -1,11 +1,11 @@
-"""What a trainer tells Prometheus: its latest step, what the run has cost so far, its fleet, its alarms.
+"""The trainer's metrics for Prometheus: its latest step, the cost of the run so far, its fleet, its alarms.
 
-    of a step           gauges, as metrics.jsonl has them
-    since the process   counters: who was waited for and for how long, weights sent
-    of the whole run    counters from the ledger: they go on over restarts
-    of the fleet        asked at each request, so that a wait is seen while it lasts
+    of a step           gauges, as in metrics.jsonl
+    since the process   counters: seconds waited, by what was waited for, and weights sent
+    of the whole run    counters from the ledger, which continue over restarts
+    of the fleet        read at each request, so that a wait is visible while it lasts
 
-Names begin with PREFIX. Of a trainer of several hosts the one that keeps the run folder has something to tell.
+Names begin with PREFIX. With a trainer on several hosts, only the one that keeps the run folder has metrics.
 """
 
 import collections
@@ -21,7 +21,7 @@ from scalerl_jax.run.ledger_file import CLASSES
 from scalerl_jax.system.metrics_endpoint import Family, Samples
 
 PREFIX = "scalerl_trainer_"
-WAITED_FOR = 16  # names that seconds are counted under; a fleet of thousands would be as many time series
+WAITED_FOR = 16  # names that seconds are counted under; a fleet of thousands would make as many time series
 
 # Column of metrics.jsonl -> (name, what it is).
 STEP_GAUGES = {
@@ -47,13 +47,13 @@ ROLES, STATES = ("trainer", "generator"), CLASSES
 
 @dataclasses.dataclass(frozen=True)
 class _Snapshot:
-    """Never changed: replaced by the trainer's thread, read by those of the endpoint."""
+    """Immutable: replaced by the trainer's thread, read by the endpoint's threads."""
 
     step: int = 0
     row: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     alarms: Mapping[str, bool] = dataclasses.field(default_factory=dict)  # sign -> whether it is loud
-    waited: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds since the process, by name
-    updated: float = 0.0  # seconds since the process
+    waited: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds since the process started, by name
+    updated: float = 0.0  # seconds since the process started
     pushes: int = 0
     push_bytes: float = 0.0
     pause_seconds: float = 0.0
@@ -61,7 +61,8 @@ class _Snapshot:
 
 
 class TrainerMetrics:
-    """Of one trainer. `fleet`: asked for its status (rollouts/status.py) at each request; None: it is not met yet."""
+    """The metrics of one trainer. `fleet` returns its status (rollouts/status.py) at each request; None before it
+    exists."""
 
     def __init__(self, *, max_steps: int, step: int = 0):
         self.fleet: Callable[[], Mapping[str, Any]] | None = None
@@ -70,7 +71,7 @@ class TrainerMetrics:
         self._latest = _Snapshot(step=step)
 
     def row(self, row: Mapping[str, Any], alarms: Mapping[str, bool]) -> None:
-        """The row of a step, and the signs past a limit: True where that is an alarm."""
+        """Takes the row of a step, and the signs past a limit: True for an alarm."""
         pushes = row.get("pushes", {})
         with self._lock:
             snapshot = self._latest
@@ -87,13 +88,13 @@ class TrainerMetrics:
             )
 
     def evaluated(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """The rows of evals.jsonl so far."""
+        """Takes the rows of evals.jsonl so far."""
         if rows:
             with self._lock:
                 self._latest = dataclasses.replace(self._latest, evaluation=dict(rows[-1]))
 
     def collect(self) -> Iterable[Family]:
-        """Raises RuntimeError where the fleet does not answer."""
+        """The metrics. Raises RuntimeError if the fleet does not answer."""
         with self._lock:
             snapshot = self._latest
         yield from (_named(*family) for family in _of_the_run(snapshot, self._max_steps))
@@ -110,7 +111,7 @@ def _named(name: str, says: str, kind: str, labels: tuple[str, ...], samples: Sa
 
 
 def _waited(before: Mapping[str, float], row: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds by name, of few enough names; those beyond are "others"."""
+    """Seconds by name, for at most WAITED_FOR names; the rest are "others"."""
     seconds = collections.Counter(before)
     named = row.get("waited_for", [])
     for name, value in named:

@@ -1,20 +1,20 @@
-"""The run folder: all that a run is, under one --workdir.
+"""The run folder: everything of a run, under one --workdir.
 
-    config.json            what the run is; what may be changed, and how, see continuing.py
+    config.json            the run's config; what may be changed, and how, see continuing.py
     config_history.jsonl   what was changed, and from which step on
-    lock                   held by the trainer that runs
-    incarnation            by which servers know that trainer; the next one's is above it
-    metrics.jsonl          one row an update
-    evals.jsonl            one row an evaluation
+    lock                   held by the running trainer
+    incarnation            the number by which servers know that trainer; the next trainer's is larger
+    metrics.jsonl          one row per update
+    evals.jsonl            one row per evaluation
     rollouts/step-*.jsonl  some completions of some updates, to read
     events.out.tfevents.*  TensorBoard, in tensorboard/
     ledger.json            compute spent (ledger.py)
     checkpoints/           learner/checkpoint.py
-    collapse.json          where it stopped for a collapse (collapse_guard.py)
-    sessions/              what agents have asked and were answered (gateway/agents.py)
+    collapse.json          written when a collapse stops the run (collapse_guard.py)
+    sessions/              requests and answers of agents (gateway/agents.py)
 
 A row is one write of one line, so a killed run leaves at most one torn line, at the end, which the next start drops; a
-full disk leaves none. A run that goes on from step s drops every row past s; the compute those rows cost stays in the
+full disk leaves none. A run that resumes from step s drops every row past s; the compute those rows cost stays in the
 ledger.
 """
 
@@ -37,17 +37,17 @@ from scalerl_jax.run.jsonl import cut, line_of, read_rows
 from scalerl_jax.system import files
 from scalerl_jax.system.files import plain, read_object, write_whole
 
-# What depends on the config: where none of it is there, the folder may be given another one.
+# Files that depend on the config: while none of them exists, the folder may take another config.
 _MADE = ("metrics.jsonl", "evals.jsonl", "checkpoints", "tokenizer", "model")
 
-LARGEST_INCARNATION = 2**63  # nanoseconds since 1970, as every trainer's: the year 2262
+LARGEST_INCARNATION = 2**63  # incarnations are nanoseconds since 1970: the year 2262
 
 
 class RunFolder:
     """Opens a workdir for one trainer process: takes the lock, compares the config. `resume` then opens the logs.
 
-    Raises ConfigError (one line) where the workdir belongs to another config or to a trainer that runs, or where a
-    telemetry package asked for is not installed. `incarnation` names this trainer process.
+    Raises ConfigError (one line) if the workdir belongs to another config or to a running trainer, or if a requested
+    telemetry package is not installed. `incarnation` identifies this trainer process.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class RunFolder:
         clock: Callable[[], float] = time.time,
     ):
         trackers.check_installed(config)
-        allow = continuing.allowed_fields(allow)  # a slip is told at the first start, not at the next one
+        allow = continuing.allowed_fields(allow)  # a wrong name fails the first start, not the next one
         self.workdir = os.path.abspath(workdir)
         self._config = config
         self._clock = clock
-        self.changes: Sequence[continuing.Change] = ()  # of the config, since the run was here last
+        self.changes: Sequence[continuing.Change] = ()  # of the config, since the last start
         try:
             os.makedirs(self.workdir, exist_ok=True)
             self._lock = acquire_lock(self.path("lock"), f"--workdir={workdir}: a trainer")
@@ -86,16 +86,16 @@ class RunFolder:
         return os.path.join(self.workdir, *names)
 
     def outrank(self, other: int) -> None:
-        """Makes our incarnation larger than that of another trainer, and remembers it for the one after us.
+        """Makes our incarnation larger than that of another trainer, and saves it for the next trainer.
 
-        No trainer's is above LARGEST_INCARNATION: such a value came from a server that made it up, and is ignored.
+        No trainer's incarnation reaches LARGEST_INCARNATION: a server made such a value up, and it is ignored.
         """
         if self.incarnation <= other < LARGEST_INCARNATION:
             self.incarnation = other + 1
             write_whole(self.path("incarnation"), f"{self.incarnation}\n")
 
     def _last_incarnation(self) -> int:
-        """Of the trainer process that was here before us; 0: none was, or it did not say."""
+        """The incarnation of the previous trainer process; 0 without a readable file."""
         try:
             with open(self.path("incarnation"), encoding="utf-8") as file:
                 return int(file.read())
@@ -103,9 +103,9 @@ class RunFolder:
             return 0
 
     def resume(self, step: int) -> None:
-        """The run begins, or goes on after `step` updates: writes config.json, cuts rows past `step`, opens the logs.
+        """Begins the run, or resumes after `step` updates: writes config.json, cuts rows past `step`, opens the logs.
 
-        Once, before the first row.
+        Called once, before the first row.
         """
         assert not self._files, "resume() comes before the first row"
         if self.changes:
@@ -131,7 +131,7 @@ class RunFolder:
         self._trackers = trackers.Trackers(self.workdir, self._config, step=step)
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """The row of update `step`: `values` (numbers, nested mappings and lists of them) beside step and time.
+        """Writes the row of update `step`: `values` (numbers, nested mappings and lists of them), step and time.
 
         Numbers also go to TensorBoard and W&B, nested ones as outer/inner; lists stay in the file.
         """
@@ -147,9 +147,9 @@ class RunFolder:
         seconds: float,
         compute: Mapping[str, float],
     ) -> dict[str, Any]:
-        """One evaluation of version `step`. Returns the row.
+        """Writes one evaluation of version `step`. Returns the row.
 
-        found: its numbers, see pass_rates.py; the columns of `compute`, the ledger's snapshot, join them.
+        found: its numbers, see pass_rates.py; the columns of `compute`, the ledger's snapshot, are added to them.
         """
         row = {
             "step": step,
@@ -178,7 +178,7 @@ class RunFolder:
         return telemetry.samples > 0 and telemetry.samples_every > 0 and step % telemetry.samples_every == 0
 
     def rollouts(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Writes down the first config.telemetry.samples of them, whole or not at all."""
+        """Writes the first config.telemetry.samples of them, whole or not at all."""
         written = itertools.islice(samples, self._config.telemetry.samples)
         lines = [line_of(plain({"step": step, **sample})) for sample in written]
         write_whole(self.path("rollouts", f"step-{step:08d}.jsonl"), "".join(lines))
@@ -198,7 +198,7 @@ class RunFolder:
         self.close()
 
     def _compare_config(self, workdir: str, allow: Collection[str], warm_start: bool) -> None:
-        """Refuses another config, except where a first start failed and left nothing behind."""
+        """Refuses another config, unless a first start failed and left nothing behind."""
         path = self.path("config.json")
         made = [self.path(name) for name in _MADE]
         if not os.path.exists(path) or not any(os.path.exists(name) and os.path.getsize(name) for name in made):
@@ -220,14 +220,14 @@ class RunFolder:
             raise ConfigError(f"{another}: {refused[0]}{more}; --allow={names} goes on with what is given now")
 
     def _record(self, name: str, row: Mapping[str, Any], shown: Mapping[str, Any], *, axis: str) -> None:
-        """A row of a log, and what of it goes to TensorBoard and W&B."""
+        """Writes a row of a log, and `shown` to TensorBoard and W&B."""
         assert self._trackers is not None and name in self._files, "resume() comes before the first row"
         files.append(self._files[name], line_of(row).encode(), self.path(name))
         self._trackers.add(row["step"], shown, axis=axis)
 
 
 def acquire_lock(path: str, running: str) -> int:
-    """The descriptor that holds the lock; the kernel releases it when the process ends, however it ends."""
+    """Takes the lock; returns its descriptor. The kernel releases it when the process ends, however it ends."""
     with files.naming(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -247,7 +247,7 @@ def acquire_lock(path: str, running: str) -> int:
 
 @contextlib.contextmanager
 def explain_write_errors(workdir: str) -> Iterator[None]:
-    """Around a run: a folder that cannot be written to any more ends it with one line (UserError)."""
+    """Wraps a run: if the folder can no longer be written to, the run ends with one line (UserError)."""
     try:
         yield
     except OSError as error:

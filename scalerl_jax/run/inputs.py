@@ -1,6 +1,6 @@
-"""What a run or an evaluation depends on beside its config: the files of its user's own code, its rows.
+"""The inputs of a run or an evaluation besides its config: the files of the user's own code, and its rows.
 
-Their digests are kept in the run folder, so that it is said where one of them has changed.
+Their digests are kept in the run folder, so that a change in one of them is reported.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ FILE = "inputs.json"
 _NO_PROMPTS = ("weight", "reward", "correct_at", "judge", "sandbox", "verifier")
 
 
-_read: dict[str, Any] = {}  # what preload() has read, by what it depends on; the one who asks next gets it
+_read: dict[str, Any] = {}  # what preload() has read, by what it depends on; the next caller takes it
 
 
 def preload(config: Config, *, held_out: bool = False, apart: bool = False) -> None:
-    """Checks the model's folder and the rows, and keeps the rows for the one who asks next. Nothing here needs jax.
+    """Checks the model's folder and the rows, and keeps the rows for the next caller. Nothing here needs jax.
 
-    held_out: those alone. Raises ValueError, one line.
+    held_out: only the held-out rows. Raises ValueError, one line.
     """
     tokenizer = Tokenizer(config.model.path)
     rows = held_out_rows(config, tokenizer, apart=apart) if held_out else all_rows(config, tokenizer)
@@ -45,27 +45,27 @@ def preload(config: Config, *, held_out: bool = False, apart: bool = False) -> N
 
 
 def all_rows(config: Config, tokenizer: Tokenizer) -> Rows:
-    """environments.load.load_rows, unless preload() has been there."""
+    """environments.load.load_rows, or the rows that preload() has read."""
     return _read.pop(_key(config, False, False), None) or load_rows(config, tokenizer)
 
 
 def held_out_rows(config: Config, tokenizer: Tokenizer, *, apart: bool) -> tuple[list[Row], list[str]]:
-    """environments.load.load_held_out, likewise."""
+    """environments.load.load_held_out, or the rows that preload() has read."""
     return _read.pop(_key(config, True, apart), None) or load_held_out(config, tokenizer, apart=apart)
 
 
 def _key(config: Config, *how: bool) -> str:
-    """All of the config but what is settled at the start of a run (compute_dtype.py)."""
+    """The config as a key, without what is set at the start of a run (compute_dtype.py)."""
     values = dataclasses.asdict(config)
     values["model"], values["fleet"] = config.model.path, ""
     return json.dumps([values, *how], sort_keys=True)
 
 
 def digests(config: Config, held_out: Sequence[Row], train: Sequence[Row] = ()) -> dict[str, str]:
-    """Of each input by what it is called: "the held-out rows", the name of a file.
+    """The digest of each input by its name: "the held-out rows", or the name of a file.
 
-    Of training rows only what scores them beside the answer, as a program's tests; prompts and answers are a
-    checkpoint's (environments/load.py), with which a run does not go on with others.
+    For training rows it covers only what scores them besides the answer, such as a program's tests; prompts and answers
+    are in the checkpoint's digest (environments/load.py), and a run does not resume with others.
     """
     rows = {"the held-out rows": _of([row.environment, row.text, row.answer, dict(row.extra)] for row in held_out)}
     if any(row.extra for row in train):
@@ -81,7 +81,7 @@ def _of(values: Iterable[Any]) -> str:
 
 
 def _user_files(config: Config) -> dict[str, str]:
-    """Of the code and the judge's questions that the config names, as far as they are there."""
+    """Digests of the code and the judge's templates that the config names, for files that exist."""
     found: dict[str, str] = {}
     for alone in parts.configs(config).values():
         environment = alone.environment
@@ -105,7 +105,7 @@ def changed(path: str, now: dict[str, str], *, first: bool = False) -> list[str]
 
 
 def check_length(config: Config, longest: int, decoder: DecoderConfig) -> None:
-    """Raises ValueError where a prompt and its completion, of `longest` tokens, have more than the model has places."""
+    """Raises ValueError if a prompt and its completion, `longest` tokens, exceed the model's positions."""
     if longest > decoder.max_positions:
         raise ValueError(
             f"config.model.path={config.model.path}: its config.json has max_position_embeddings="
@@ -116,7 +116,7 @@ def check_length(config: Config, longest: int, decoder: DecoderConfig) -> None:
 
 @contextlib.contextmanager
 def explain_changed_prompts(config: Config, changes: Sequence[Change]) -> Iterator[None]:
-    """Around what goes on with the history of a checkpoint's prompts: where they are others, a ValueError says why.
+    """Wraps code that resumes the history of a checkpoint's prompts: if they have changed, a ValueError says why.
 
     changes: of the config, since the checkpoint was made.
     """
@@ -144,12 +144,12 @@ def explain_changed_prompts(config: Config, changes: Sequence[Change]) -> Iterat
 
 
 def _chooses_prompts(name: str, config: Config) -> bool:
-    """Whether training prompts may be others by this field."""
+    """Whether this field can change the training prompts."""
     each = [part.environment for part in parts.configs(config).values()]
     if name == "seed":
-        return not all(one.train for one in each)  # problems are made from it
+        return not all(one.train for one in each)  # generated problems depend on it
     if name == "evaluation.prompts":
-        return not all(one.validation for one in each)  # held-out ones are taken out of those for training
+        return not all(one.validation for one in each)  # held-out prompts are taken out of the training rows
     group, _, rest = config_check.as_environment(name).partition(".")
     own = group == "environment" and not rest.startswith(_NO_PROMPTS)
     return own or name in ("model.path", "rollout.max_prompt_tokens")

@@ -1,4 +1,4 @@
-"""The rows of a run's JSONL files: metrics.jsonl, evals.jsonl, rollouts/step-*.jsonl. Each has the `step` it is of."""
+"""The rows of a run's JSONL files: metrics.jsonl, evals.jsonl, rollouts/step-*.jsonl. Each row has its `step`."""
 
 import json
 import os
@@ -16,14 +16,14 @@ _MEND = "remove that row, or put the file back from a copy"
 
 
 def line_of(row: Mapping[str, Any]) -> str:
-    """With its newline."""
+    """The row as a line, with its newline."""
     return json.dumps(row, allow_nan=False) + "\n"
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
     """The rows of a JSONL file of a run; a torn last line (no newline) is left out.
 
-    Raises ValueError (one line) naming file and row where one is not a row: no JSON, no object, no step.
+    Raises ValueError (one line) naming file and row if one is not a row: not JSON, not an object, or without a step.
     """
     with files.naming(path), open(path, "rb") as file:
         lines = file.read().split(b"\n")
@@ -40,7 +40,7 @@ def read_rows(path: str) -> list[dict[str, Any]]:
 
 
 def last_row(path: str) -> dict[str, Any] | None:
-    """The last whole row, read from the end of the file; None: there is none, or it is no row."""
+    """The last whole row, read from the end of the file; None if there is none or it is not a row."""
     try:
         with open(path, "rb") as file:
             size = end = file.seek(0, os.SEEK_END)
@@ -58,7 +58,7 @@ def last_row(path: str) -> dict[str, Any] | None:
 
 
 def row_of(line: bytes) -> dict[str, Any]:
-    """Raises ValueError saying what the line is instead."""
+    """The row of a line. Raises ValueError naming what is wrong with it."""
     try:
         row = json.loads(line)
     except UnicodeDecodeError as error:
@@ -73,7 +73,7 @@ def row_of(line: bytes) -> dict[str, Any]:
 
 
 def cut(path: str, step: int) -> None:
-    """Drops what is past `step`, and a torn last row; where only the end of the file goes, that needs no room."""
+    """Drops rows past `step`, and a torn last row; where only the file's end is cut off, this needs no disk space."""
     rows = read_rows(path)
     kept = [row for row in rows if row["step"] <= step]
     if len(kept) == len(rows) and files.ends_whole(path):
@@ -100,7 +100,7 @@ def evaluation_counts(evals: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, n
 
 
 def column(rows: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-    """Numbers [N] of rows of evals.jsonl. Raises ValueError where one has none of that name."""
+    """Column `name` [N] of rows of evals.jsonl. Raises ValueError if a row does not have it."""
     if name == TYPICAL_HOURS:
         return typical_hours(column(rows, "step"), column(rows, "device_hours"))
     for row in rows:
@@ -110,7 +110,7 @@ def column(rows: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
 
 
 def hours_rate(evals: Sequence[Mapping[str, Any]]) -> float | None:
-    """Device-hours of a typical one, over the whole run up to the last row; None where that row does not tell."""
+    """Device-hours per typical device-hour, over the whole run up to the last row; None if it is unknown."""
     if not evals or not all("device_hours" in row for row in evals):
         return None
     hours, typical = float(evals[-1]["device_hours"] or 0.0), float(column(evals, TYPICAL_HOURS)[-1])
@@ -118,7 +118,7 @@ def hours_rate(evals: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def environments_of(evals: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Of rows of evals.jsonl of a mixture, those of each of its environments, by name; {} where there is only one."""
+    """The rows of each environment of a mixture, by name, from rows of evals.jsonl; {} if there is only one."""
     names = dict.fromkeys(name for row in evals for name in row.get("environments") or {})
     whole: dict[str, Any] = {"environments": {}, "tasks": {}}
     return {

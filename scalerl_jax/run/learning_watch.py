@@ -1,11 +1,10 @@
-"""What a run's console is told of its learning as the rows of metrics.jsonl are made: alarms.py decides and words.
+"""The console lines about a run's learning, as rows of metrics.jsonl are made; alarms.py decides and words them.
 
     no gradient   once when it begins, once when it is over
-    a limit       once when the mean of the last 10 updates has passed it, again where a warning becomes an alarm,
-                  once when it has been within its limits for 10 updates on end; an alarm again every 50 updates
+    a limit       once when the mean of the last 10 updates has passed it, again when a warning becomes an alarm, once
+                  when it has been within its limits for 10 consecutive updates; an alarm again every 50 updates
 
-A run that goes on from a checkpoint hears at once of what is past its limits: the rows before count, what was said of
-them does not.
+A resumed run logs at once what is past its limits: the rows before count, the lines logged about them do not.
 """
 
 import collections
@@ -27,45 +26,45 @@ from scalerl_jax.run.alarms import (
 )
 
 REMIND = 50  # updates
-# Of each row what the signs need: an episode may last for the rest of a long run.
+# The columns that the signs need, kept of each row: an episode may last for the rest of a long run.
 _NAMES = ("step", "pass_rate", "no_end_of_thinking", "prompts", *(sign.column for sign in SIGNS.values()))
 
 
 @dataclasses.dataclass
 class _Episode:
-    """Of one sign that is past a limit."""
+    """A period in which one sign is past a limit."""
 
-    updates: int = 0  # that it has lasted
-    within: int = 0  # of them the last, within all limits
+    updates: int = 0  # its length so far
+    within: int = 0  # how many of its last updates are within all limits
     loud: bool = False  # an alarm has been raised
-    logged_at: int = 0  # `updates` when it was last spoken of
+    logged_at: int = 0  # `updates` when it was last logged
 
 
 class LearningWatch:
     """Follows the rows of a run as they are made."""
 
     def __init__(self, settings: Mapping[str, Any], earlier: Iterable[Row] = ()):
-        """earlier: rows of before a restart."""
+        """earlier: the rows from before a restart."""
         self._settings = settings
-        self._first: list[Row] = []  # one: the first with an entropy
+        self._first: list[Row] = []  # at most one: the first row with an entropy
         self._recent: collections.deque[Row] = collections.deque(maxlen=RECENT)
-        self._without: list[Row] = []  # rows on end without a gradient
-        self._warned = False  # that there are many
+        self._without: list[Row] = []  # consecutive rows without a gradient
+        self._warned = False  # whether their alarm has been raised
         self._episodes: dict[str, _Episode] = {}
         for row in earlier:
             self._remember(_short(row))
 
     def row(self, row: Row) -> list[str]:
-        """The next row; lines on it."""
+        """Takes the next row; returns the lines to log."""
         short = _short(row)
         self._remember(short)
-        # The gradient's norm is looked at, and not kept.
+        # `_gradient` needs the gradient's norm, which `short` lacks.
         lines = [*self._gradient(row, short), *self._limits()]
         return [f"update {row.get('step')}: {line}" for line in lines]
 
     @property
     def past(self) -> dict[str, bool]:
-        """Signs that are past a limit now; True: an alarm has been raised."""
+        """The signs that are past a limit now; True: an alarm has been raised."""
         found = {key: episode.loud for key, episode in self._episodes.items()}
         return {**found, "surviving": True} if self._warned else found
 
@@ -106,7 +105,7 @@ class LearningWatch:
     def _within(self, key: str) -> str:
         episode, sign = self._episodes[key], SIGNS[key]
         latest = recent_mean([*self._recent], sign.column)
-        if latest is None:  # updates without a gradient tell nothing of it
+        if latest is None:  # updates without a gradient lack the column
             return ""
         episode.updates, episode.within = episode.updates + 1, episode.within + 1
         if episode.within < RECENT:
@@ -118,5 +117,5 @@ class LearningWatch:
 
 
 def _short(row: Row) -> Row:
-    """Its numbers: rows of before a restart were on a disk, where they may have been edited."""
+    """The numbers that the signs need. Rows from before a restart were on a disk, where they may have been edited."""
     return {name: row[name] for name in _NAMES if isinstance(row.get(name), int | float)}

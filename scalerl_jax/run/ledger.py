@@ -1,27 +1,27 @@
-"""The compute ledger: what a run has cost so far, in device-hours and in model FLOPs, whatever was killed on the way.
+"""The compute ledger: what a run has cost so far, in device-hours and in model FLOPs, killed processes included.
 
 Every second of the trainer's devices is in exactly one class: busy (an update is computed), idle (it waits), evaluation
 (it waits because every server evaluates), set-up (before `begin`: loading, compiling, the probe; again after each
-restart) or stalled, which is no compute:
+restart) or stalled, which does not count as compute:
 
     storage      the trainer's thread is inside `trainer("stalled")`: a checkpoint is saved
     no server    the trainer would be idle, and no server is admitted
-    stopped      for over STOPPED_SECONDS nothing called the ledger: the process was stopped, whatever it did before
+    stopped      nothing called the ledger for over STOPPED_SECONDS: the process was stopped, whatever it did before
 
 A generator's seconds come from the counters of its status replies, times its devices, in the same classes. `up` and
-`busy` are what they grow by from one status to the next, `watched` the time that this trainer has seen of that, and
-`stall` how much of it the trainer stalled. What the generator does meanwhile stays busy:
+`busy` are their growth from one status to the next, `watched` is the part of that time that this trainer has seen, and
+`stall` the part in which the trainer stalled. Busy time of the generator meanwhile stays busy:
 
     rest = max(0, min(up, watched) - busy)        stalled = min(rest, stall)        idle = rest - stalled
 
-What a run costs, `device_hours`, is busy and idle of both sides; the x axis of the fit is made of it and of the steps
-(scaling/units.py). The row of the evaluation at step 0, which is written before `begin`, is at 0 exactly.
+The cost of a run, `device_hours`, is the busy and idle time of both sides; the x axis of the fit is made of it and of
+the steps (scaling/units.py). The row of the evaluation at step 0, which is written before `begin`, is at 0 exactly.
 
-The time of teachers' servers (rollouts/teachers.py) while training goes on is a class of its own, `teacher`, and no
-part of that: a teacher was made before, and its servers may be those of several runs.
+The time of teachers' servers (rollouts/teachers.py) during training has its own class, `teacher`, and is no part of
+the cost: a teacher exists before the run, and its servers may serve several runs.
 
-Model FLOPs are counted by formula. With N the weights of the matrix products (the head counts, the embedding lookup
-does not; tied, the table counts once; of the experts a token's own count), L layers, H heads of size h, and c the
+Model FLOPs are counted by formula. With N the weights of the matrix products (with the head, without the embedding
+lookup; a tied table counts once; of the experts as many as a token has), L layers, H heads of size h, and c the
 positions a token attends to:
 
     forward = 2 N + 4 L H h c   a token      (c: its position + 1; the sum over a segment of t tokens is t (t + 1) / 2;
@@ -33,11 +33,11 @@ The trainer's segments are counted one by one. Generators report tokens without 
 is that of the completions finished so far. Where a new mean makes that estimate smaller, the sum waits until the tokens
 have caught up: no column ever falls.
 
-What is booked is finite and not negative, whatever anybody reports: a status is believed or dropped before it comes
-here (rollouts/servers/validate_status.py); a file that says otherwise is repaired from the run (ledger_file.py).
+All booked values are finite and not negative: statuses are validated before they reach the ledger
+(rollouts/servers/validate_status.py), and a broken file is repaired from the run's rows (ledger_file.py).
 
-Left out on purpose: norms, softmax and the optimizer (well under 1 %), and the probe's scoring; of stalls the writing
-of rows, a few milliseconds a step.
+Left out on purpose: norms, softmax and the optimizer (well under 1 %), the probe's scoring, and the stalls while rows
+are written, a few milliseconds a step.
 """
 
 import collections
@@ -62,13 +62,13 @@ from scalerl_jax.system.files import write_whole
 
 _log = logging.getLogger(__name__)
 
-_SLACK_SECONDS = 1.0  # between two machines' ideas of when something began
-_AWAY_SLACK_SECONDS = 60.0  # between two trainers' wall clocks
-# The fleet's loop calls `serving` twice a second, during an update, too. A call into the loop that it does not answer
-# within CALL_SECONDS ends the run: where the loop made no call for longer than that, no thread ran.
+_SLACK_SECONDS = 1.0  # tolerance between two machines' clocks for when something began
+_AWAY_SLACK_SECONDS = 60.0  # tolerance between two trainers' wall clocks
+# The fleet's loop calls `serving` twice a second, also during an update. A call into the loop that it does not answer
+# within CALL_SECONDS ends the run: if the loop made no call for longer than that, no thread ran.
 STOPPED_SECONDS = CALL_SECONDS
-_STALLS_REMEMBERED = 64  # the latest; of a status that spans more of them, the older ones are idle time
-_SERVERS_REMEMBERED = 4096  # last counters kept of that many server processes; an older one is met as if new
+_STALLS_REMEMBERED = 64  # the latest; if a status spans more of them, the older ones count as idle time
+_SERVERS_REMEMBERED = 4096  # last counters are kept of this many server processes; an older one is treated as new
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +80,12 @@ class ModelShape:
     heads: int
     head_dim: int
     local: float = 0.0  # share of the layers in which a token attends inside its chunk alone
-    chunk: int = 1  # positions of one
+    chunk: int = 1  # positions of a chunk
     adapted: bool = False  # an adapter is trained
 
     @staticmethod
     def of(decoder: DecoderConfig, *, adapted: bool = False) -> "ModelShape":
-        """Of the rows of its family; the lookup in the embedding is no product."""
+        """From the rows of its family; the embedding lookup is not a product."""
         lookup = "" if decoder.tied_embeddings else "embed"
         tensors = (tensor for tensor in layout(decoder).values() if len(tensor.shape) > 1)
         products = 0
@@ -99,7 +99,7 @@ class ModelShape:
         return shape
 
     def context(self, length: float) -> float:
-        """The positions that the tokens of a segment of `length` attend to, all together, as the mean over layers."""
+        """The sum of the positions that the tokens of a segment of `length` attend to, as the mean over layers."""
         whole = length * (length + 1) / 2
         if not self.local:
             return whole
@@ -108,18 +108,19 @@ class ModelShape:
         return (1 - self.local) * whole + self.local * inside
 
     def forward_flops(self, *, tokens: float, context: float) -> float:
-        """Of `tokens` tokens which together attend to `context` positions, as the mean over layers."""
+        """FLOPs of a forward pass over `tokens` tokens that attend to `context` positions in total, as the mean over
+        layers."""
         return 2.0 * self.matrix_parameters * tokens + 4.0 * self.layers * self.heads * self.head_dim * context
 
     def update_flops(self, lengths: Sequence[float], *, reference: bool = False) -> float:
-        """Of one forward and backward pass over segments of these lengths, in tokens; reference: and another policy's
-        forward pass."""
+        """FLOPs of a forward and backward pass over segments of these lengths, in tokens; reference: plus the forward
+        pass of another policy."""
         tokens, context = (3.0 - self.adapted + reference) * sum(lengths), sum(map(self.context, lengths))
         return self.forward_flops(tokens=tokens, context=(3.0 + reference) * context)
 
 
 class ServerCounters(NamedTuple):
-    """Of one server process, since its start (StatusReply in rollout.proto)."""
+    """Counters of one server process, since its start (StatusReply in rollout.proto)."""
 
     devices: int
     up_seconds: float
@@ -134,17 +135,17 @@ class ServerCounters(NamedTuple):
 
 
 class Ledger:
-    """Books compute from the trainer's thread and the fleet's; keeps itself in a JSON file, at most `save_seconds` old.
+    """Books compute from the trainer's thread and the fleet's; saved in a JSON file that is at most `save_seconds` old.
 
-    The clock is monotonic seconds, `wall` unix seconds. What is saved survives a restart of the trainer; the time
-    between two trainers belongs to neither. A server process known from before is booked on from where it was, but
-    idle only while a trainer was there; one never seen before is booked from its start if it is younger than this
-    trainer, else from first sight.
-    A server that claims more of the time between two trainers than there was is booked from first sight, too.
+    The clock is in monotonic seconds, `wall` in unix seconds. Saved values survive a restart of the trainer; the time
+    between two trainers belongs to neither. A server process known from before is booked from its last counters on, but
+    idle only while a trainer ran; an unknown one is booked from its start if it is younger than this trainer, else from
+    its first status. A server that claims more time between two trainers than has passed is booked from its first
+    status, too.
 
-    reference: a reference policy scores whatever is trained on, too.
+    reference: a reference policy also scores whatever is trained on.
 
-    Raises ValueError (one line) where the file is broken and the rows beside it do not say what was spent.
+    Raises ValueError (one line) if the file is broken and the rows beside it do not have the cost.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class Ledger:
         self._start = self._mark = self._saved = clock()
         self._kind = "idle"
         self._began = False
-        self._serving: bool | None = None  # whether a server is; None: no fleet calls us
+        self._serving: bool | None = None  # whether a server is admitted; None: no fleet calls us
         self._stalls: collections.deque[tuple[float, float]] = collections.deque(maxlen=_STALLS_REMEMBERED)
         self._met: dict[str, float] = {}  # server -> clock of its latest status in this process
         self._books = ledger_file.nothing_spent()
@@ -196,7 +197,7 @@ class Ledger:
             self._began = True
 
     def serving(self, serving: bool) -> None:
-        """Whether a server is admitted: called at each change, and from the first call on all the time, see
+        """Reports whether a server is admitted: called at each change, and regularly from the first call on, see
         STOPPED_SECONDS."""
         with self._lock:
             self._advance()
@@ -212,12 +213,12 @@ class Ledger:
         from_here: bool = False,
         teacher: bool = False,
     ) -> None:
-        """Books what a server did since its last status; `evaluating`: it did so for an evaluation; teacher: it is a
-        teacher's.
+        """Books what a server did since its last status. evaluating: it did so for an evaluation; teacher: it is a
+        teacher's server.
 
-        from_here: what its counters say of the time up to now is not known to be true; it is booked from here on.
+        from_here: what its counters claim of the time up to now may be wrong; it is booked from here on.
 
-        No process is booked for more time than it was up. Call it at each heartbeat, and where a server enters or
+        No process is booked for more time than it was up. Call it at each heartbeat, and when a server enters or
         leaves an evaluation: an interval is in one class.
         """
         with self._lock:
@@ -229,7 +230,7 @@ class Ledger:
                 before = ServerCounters(counters.devices, 0.0, 0.0, 0, 0, 0) if younger else counters
             if from_here or not self._there_was_time(server_id, before, counters):
                 before = counters
-            # A step's busy seconds come when it ends: what is beyond the time that it was up is busy in the time after.
+            # A step's busy seconds are reported when it ends: those beyond the up time count in the next interval.
             up = max(counters.up_seconds - before.up_seconds, 0.0)
             busy = min(max(counters.busy_seconds - before.busy_seconds, 0.0), up)
             servers[server_id] = counters._replace(busy_seconds=before.busy_seconds + busy)
@@ -264,15 +265,15 @@ class Ledger:
         self._save_if_due()
 
     def observe_status(self, status: pb.StatusReply, evaluating: bool, from_here: bool) -> None:
-        """As `observe`, what the status tells."""
+        """As `observe`, from a status."""
         self.observe(status.server_id, ServerCounters.of(status), evaluating=evaluating, from_here=from_here)
 
     def observe_teacher(self, status: pb.StatusReply, from_here: bool) -> None:
-        """As `observe_status`, of a server of a teacher."""
+        """As `observe_status`, for a teacher's server."""
         self.observe(status.server_id, ServerCounters.of(status), from_here=from_here, teacher=True)
 
     def finished_groups(self, groups: Sequence[FinishedGroup], *, evaluation: bool = False) -> None:
-        """As `finished`, of each."""
+        """As `finished`, for each group."""
         for group in groups:
             self.finished(
                 prompt_tokens=len(group.row.token_ids),
@@ -281,7 +282,7 @@ class Ledger:
             )
 
     def finished(self, *, prompt_tokens: int, completion_tokens: Sequence[int], evaluation: bool = False) -> None:
-        """A group came home: its lengths give the mean context of generated tokens."""
+        """Records a finished group: its lengths give the mean context of generated tokens."""
         with self._lock:
             sums = self._books["finished"]["evaluation" if evaluation else "training"]
             for length in completion_tokens:
@@ -291,7 +292,7 @@ class Ledger:
             sums[3] += self._shape.context(prompt_tokens)
 
     def trained(self, lengths: Sequence[int]) -> None:
-        """An update went over segments (prompt and completion) of these lengths, in tokens."""
+        """Records an update over segments (prompt and completion) of these lengths, in tokens."""
         with self._lock:
             self._books["trainer"]["flops"] += self._shape.update_flops(lengths, reference=self._reference)
             self._books["trainer"]["tokens"] += sum(lengths)
@@ -336,8 +337,8 @@ class Ledger:
         with self._lock:
             self._advance()
             self._saved = self._clock()
-            text = json.dumps(self._books, allow_nan=False)  # a fault of ours: nothing that is not finite is booked
-            write_whole(self._path, text, durable=False)  # each second; what is lost with power is in the rows
+            text = json.dumps(self._books, allow_nan=False)  # only finite values are booked; anything else is a bug
+            write_whole(self._path, text, durable=False)  # each second; after a power loss the rows have the rest
 
     def _save_if_due(self) -> None:
         if self._clock() - self._saved >= self._save_seconds:
@@ -357,7 +358,7 @@ class Ledger:
             _log.warning("%s", repaired)
 
     def _there_was_time(self, server_id: str, before: ServerCounters, counters: ServerCounters) -> bool:
-        """Whether a process that an earlier trainer knew can have been up for as long as it says since then."""
+        """Whether a process that an earlier trainer knew can have been up since then for as long as it claims."""
         heard = self._books["heard"].get(server_id)
         if server_id in self._met or heard is None:
             return True
@@ -365,7 +366,7 @@ class Ledger:
         return counters.up_seconds - before.up_seconds <= away
 
     def _advance(self) -> float:
-        """Books the trainer's time up to now, which is returned."""
+        """Books the trainer's time up to now; returns the clock."""
         now, start, kind = self._clock(), self._mark, self._kind
         self._mark = now
         if not self._began:

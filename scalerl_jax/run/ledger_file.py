@@ -1,11 +1,11 @@
-"""The ledger's file: what is in it, and reading it with care: what is broken is found, and made again from the rows.
+"""The ledger's file: its contents, and reading it with validation; a broken file is rebuilt from the run's rows.
 
-    read      ledger.json as it was written; ValueError says what is broken: it is not JSON, or a number is missing, not
-              finite, negative, or larger than anything a run can have spent
-    recover   the ledger from the columns `compute` of metrics.jsonl and those of evals.jsonl: the latest row that is
-              sane in itself. The generators' tokens by class are not in the rows; the FLOPs counted from them are
+    read      ledger.json as it was written; ValueError names what is broken: it is not JSON, or a number is missing,
+              not finite, negative, or larger than anything a run can have spent
+    recover   the ledger from the columns `compute` of metrics.jsonl and those of evals.jsonl: the latest valid row. The
+              generators' tokens by class are not in the rows; the FLOPs counted from them are
 
-What lies between the last row and the moment the file broke is lost; server processes are met as if for the first time.
+What was spent between the last row and the moment the file broke is lost; server processes are treated as new.
 """
 
 import json
@@ -23,9 +23,9 @@ _MOST = {
 }  # 28 million device-hours, ...: far beyond any run
 
 CLASSES = ("busy", "idle", "evaluation", "setup", "stalled")
-_LATER = ("trainer_stalled", "generator_stalled", "teacher")  # which an older file and its rows lack: none was booked
+_LATER = ("trainer_stalled", "generator_stalled", "teacher")  # missing in older files and rows, where they are 0
 TOKENS = ("training", "evaluation", "setup")
-_PARTS = {  # of the file: its numbers, each with its unit
+_PARTS = {  # parts of the file: its numbers, each with its unit
     "seconds": {f"{side}_{kind}": "seconds" for side in ("trainer", "generator") for kind in CLASSES}
     | {"teacher": "seconds"},
     "trainer": {"flops": "flops", "tokens": "tokens"},
@@ -45,12 +45,12 @@ def nothing_spent() -> dict[str, Any]:
     }
     # Sums over finished completions: tokens, positions they attended to; prompt tokens, positions of the prefill.
     books["finished"] = {kind: [0, 0.0, 0, 0.0] for kind in ("training", "evaluation")}
-    # Of each server: the counters of its latest status, and the unix seconds of it.
+    # For each server: the counters of its latest status, and the unix seconds of it.
     return books | {"servers": {}, "heard": {}}
 
 
 def read(path: str) -> dict[str, Any]:
-    """The contents of ledger.json. Raises ValueError saying what is broken."""
+    """The contents of ledger.json. Raises ValueError naming what is broken."""
     try:
         with open(path, encoding="utf-8") as file:
             saved = json.load(file)
@@ -58,7 +58,7 @@ def read(path: str) -> dict[str, Any]:
         raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(saved, dict):
         raise ValueError("it is not an object")
-    saved = {"recovered": dict.fromkeys(TOKENS, 0.0), "heard": {}} | saved  # which an older file lacks
+    saved = {"recovered": dict.fromkeys(TOKENS, 0.0), "heard": {}} | saved  # missing in older files
     for part, units in _PARTS.items():
         values = _object(saved, part)
         for name, unit in units.items():
@@ -73,11 +73,11 @@ def read(path: str) -> dict[str, Any]:
 
 
 def recover(path: str, why: str) -> tuple[dict[str, Any], str]:
-    """What `read` would give, from the rows beside `path`, and a line on it. A copy of the broken file is kept.
+    """What `read` would return, rebuilt from the rows beside `path`, and a line on it. Keeps a copy of the broken file.
 
-    The file itself is left as it is: a run interrupted before the repaired one is written finds it broken again.
+    The file itself is not changed: a run interrupted before the repaired one is written finds it broken again.
 
-    Raises ValueError (one line) where no row says what was spent.
+    Raises ValueError (one line) if no row has the cost.
     """
     folder = os.path.dirname(path)
     rows = list(_rows(folder))
@@ -88,7 +88,7 @@ def recover(path: str, why: str) -> tuple[dict[str, Any], str]:
         )
     spent, origin = max(rows, key=lambda row: row[0]["device_hours"])
     aside = f"{path}.broken"
-    with open(path, "rb") as file:  # it stays where it is until a whole one takes its place
+    with open(path, "rb") as file:  # it stays in place until a whole one replaces it
         write_whole(aside, file.read())
     flops = {kind: spent[name] for kind, name in _FLOPS.items()}
     saved = {
@@ -110,7 +110,7 @@ def recover(path: str, why: str) -> tuple[dict[str, Any], str]:
 
 
 def _rows(folder: str) -> Iterator[tuple[dict[str, float], str]]:
-    """(the ledger's columns, where they stand) of every row that is sane."""
+    """(the ledger's columns, where they are) of every valid row."""
     for name, columns_of in (("metrics.jsonl", lambda row: row.get("compute")), ("evals.jsonl", lambda row: row)):
         path = os.path.join(folder, name)
         if not os.path.exists(path):
@@ -122,11 +122,11 @@ def _rows(folder: str) -> Iterator[tuple[dict[str, float], str]]:
                     columns = columns_of(row) if isinstance(row, dict) else None
                     yield _sane(columns), f"step {row['step']} of {name}"
                 except (ValueError, KeyError, RecursionError):
-                    continue  # a torn or a broken row: another one says it
+                    continue  # a torn or broken row: another one has the columns
 
 
 def _sane(columns: Any) -> dict[str, float]:
-    """The ledger's columns of a row. Raises ValueError where one is missing or broken."""
+    """The ledger's columns of a row. Raises ValueError if one is missing or broken."""
     if not isinstance(columns, dict):
         raise ValueError("no columns of the ledger")
     units = dict.fromkeys(("device_hours", *(f"{name}_hours" for name in _PARTS["seconds"])), "hours")
@@ -154,5 +154,5 @@ def _check_all(name: str, values: Any, word: str, count: int, unit: str) -> None
 def _check(name: str, value: Any, unit: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} is missing" if value is None else f"{name} is not a number")
-    if not 0 <= value <= _MOST[unit]:  # NaN neither; compared as it is, since an integer may be larger than any float
+    if not 0 <= value <= _MOST[unit]:  # NaN fails too; not converted, since an integer may be larger than any float
         raise ValueError(f"{name} is {str(value)[:40]}")

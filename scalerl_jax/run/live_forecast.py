@@ -1,13 +1,13 @@
-"""Where a run is heading, computed beside it: after each evaluation the curve so far, and its score at the planned end.
+"""The live forecast of a run: after each evaluation, the curve so far and the expected score at the planned end.
 
-The fit runs on one thread of its own, in float64 on the CPU, and the trainer never waits for it: an evaluation that
-comes while a fit is still running is fitted next, and if several come, the latest. What is done is taken into the next
-row of metrics. A fit that cannot be made is said once, and training goes on.
+The fit runs on its own thread, in float64 on the CPU, and the trainer never waits for it: an evaluation that comes
+during a fit is fitted next; if several come, the latest. A finished fit goes into the next row of metrics. A fit that
+fails is reported once, and training continues.
 
-Compute is typical device-hours (scaling/units.py), which do not depend on how busy the machine is; what places on that
-axis cost is told in device-hours as they are, by the average of the run so far. The planned end is the last update.
-What is foretold of it is said when it is first known, when the advice to go on or to stop changes, and every tenth of
-the run.
+Compute is typical device-hours (scaling/units.py), which do not depend on how busy the machine is; the cost of points
+on that axis is reported in actual device-hours, by the average of the run so far. The planned end is the last update.
+Its forecast is logged when it is first known, when the advice to continue or to stop changes, and every tenth of the
+run.
 """
 
 import contextlib
@@ -33,28 +33,29 @@ Row = Mapping[str, Any]
 
 
 class LiveForecast:
-    """A context manager; `say` gets a line where no forecast can be made. All methods are for the trainer's thread."""
+    """A context manager; `say` logs a line. All methods are for the trainer's thread."""
 
     def __init__(self, *, updates: int, say: Callable[[str], None]):
         self._updates, self._say = updates, say
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forecast")
         self._asked: list[Future[tuple[dict[str, Any], list[str]]]] = []
         self._logged: set[str] = set()
-        self._last: tuple[int, bool] | None = None  # step and advice of the outlook that was said last
+        self._last: tuple[int, bool] | None = None  # step and advice of the outlook that was logged last
 
     def evaluated(self, rows: Sequence[Row]) -> None:
-        """All rows of evals.jsonl so far; nothing is done before there are enough, or at the run's end."""
+        """Takes all rows of evals.jsonl so far; does nothing before there are enough, or at the run's end."""
         if sum(row["step"] > 0 for row in rows) < LEAST_POINTS or rows[-1]["step"] >= self._updates:
             return
         if len(self._asked) > 1 and self._asked[-1].cancel():  # it has not begun
             self._asked.pop()
         try:
             self._asked.append(self._thread.submit(forecasts, rows, updates=self._updates))
-        except RuntimeError as error:  # the machine has no room for one more thread
+        except RuntimeError as error:  # no further thread can be started
             self._say_once(error)
 
     def collect(self) -> dict[str, Any]:
-        """A row's `forecast`, and `forecasts` of a mixture's environments, if any was finished since the last call."""
+        """A row's `forecast`, and `forecasts` of a mixture's environments, if a fit has finished since the last
+        call."""
         if not self._asked or not self._asked[0].done():
             return {}
         done = self._asked.pop(0)
@@ -71,7 +72,7 @@ class LiveForecast:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Waits for a fit that is running: seconds at most."""
+        """Waits for a running fit: seconds at most."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _tell(self, found: Mapping[str, float], lines: Sequence[str]) -> None:
@@ -86,15 +87,15 @@ class LiveForecast:
 
     def _say_once(self, error: BaseException) -> None:
         why = " ".join(str(error).split()) or type(error).__name__
-        kind = re.sub(r"[\d.]+", "", why)  # with other figures it is the same thing to say
+        kind = re.sub(r"[\d.]+", "", why)  # the same message with other numbers is the same failure
         if kind not in self._logged:
             self._logged.add(kind)
             self._say(f"no forecast: {why}")
 
 
 def forecasts(rows: Sequence[Row], *, updates: int) -> tuple[dict[str, Any], list[str]]:
-    """As LiveForecast.collect gives them, and the lines on the whole run; what no curve can be fitted of yet is left
-    out. Raises ValueError if all is."""
+    """What LiveForecast.collect returns, and the lines on the whole run; parts without a curve yet are left out. Raises
+    ValueError if none has one."""
     found: dict[str, Any] = {}
     lines: list[str] = []
     for name, part in environments_of(rows).items():
@@ -109,11 +110,11 @@ def forecasts(rows: Sequence[Row], *, updates: int) -> tuple[dict[str, Any], lis
 
 
 def forecast_of_end(rows: Sequence[Row], *, updates: int) -> tuple[dict[str, float], list[str]]:
-    """The fit of a run's evaluations and what is foretold of its end after `updates`: as numbers for a row of metrics,
-    and in words.
+    """The fit of a run's evaluations and the forecast of its end after `updates`: as numbers for a row of metrics, and
+    in words.
 
-    Compute is in typical device-hours. _low and _high are 95 % intervals of A, the fit's; of the rest 90 % intervals of
-    the averaged forecast. Raises ValueError where no curve can be fitted.
+    Compute is in typical device-hours. _low and _high are the fit's 95 % interval for A, and 90 % intervals of the
+    averaged forecast for the rest. Raises ValueError if no curve can be fitted.
     """
     compute, rate = column(rows, RUN_FOLDER_X), hours_rate(rows)
     steps = np.array([row["step"] for row in rows])

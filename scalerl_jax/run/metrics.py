@@ -1,4 +1,4 @@
-"""What is written down and said of each step: a row of metrics.jsonl, some completions to read, the progress line."""
+"""The records of each step: a row of metrics.jsonl, some completions to read, the progress line."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from scalerl_jax.run.progress import ProgressLine
 
 
 class StepMetrics:
-    """Of one trainer; used by its thread. The folder's logs are open, and end at the step that the run goes on from."""
+    """The records of one trainer; used by its thread. The folder's logs are open and end at the step to resume from."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class StepMetrics:
     def write(
         self, step: int, groups: Sequence[FinishedGroup], batch: Batch, values: Mapping[str, Any], *, waiting: str
     ) -> None:
-        """The row of `step`: what the batch says of itself, and `values` of those who had a part in the step.
+        """Writes the row of `step`: the batch's metrics, and `values` from the other components of the step.
 
         values: numbers, nested mappings and lists of them; waited_seconds and update_seconds are among them.
         waiting: what the trainer waits for now, for the line.
@@ -68,16 +68,16 @@ class StepMetrics:
 
 
 def length_quantiles(groups: Sequence[FinishedGroup]) -> list[float]:
-    """0, 10, .. 100 % of the completions have at most so many tokens; forced ones count, which take time as well."""
+    """The 0, 10, .. 100 % quantiles of the completions' tokens; forced tokens count, since they take time too."""
     lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
     return [round(float(tokens), 1) for tokens in np.quantile(lengths, np.linspace(0, 1, 11))]
 
 
 def samples_of(groups: Sequence[FinishedGroup], rewards: np.ndarray, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Rows of rollouts/step-*.jsonl, beside the step: a completion of each group as it was trained on.
+    """Rows of rollouts/step-*.jsonl, without the step: one completion of each group, as it was trained on.
 
-    A different one each time, so that right and wrong ones are seen; of an agent the first branch. rewards: [prompts,
-    group].
+    Its index in the group differs from group to group, so that right and wrong ones are seen; of an agent the first
+    branch. rewards: [prompts, group].
     """
     for p, group in enumerate(groups):
         completion = group.completions[p % len(group.completions)]
@@ -93,11 +93,11 @@ def samples_of(groups: Sequence[FinishedGroup], rewards: np.ndarray, tokenizer: 
             "logprobs": [round(float(value), 6) for value in completion.logprobs],
             "versions": completion.versions,  # (step, start, end), covering [0, tokens)
             "forced": completion.forced,  # (start, end)
-            "replies": completion.replies,  # (start, end) of what the environment said, among them
+            "replies": completion.replies,  # (start, end) of the environment's replies, among the forced tokens
             "verdict": group.scores[completion.index].correct,
             "reward": float(rewards[p, completion.index]),
             "finish_reason": completion.finish_reason,
             "task": group.row.task,  # of the prompt
-            # [tokens] the part of `completion` that each token adds; empty: it cannot be told
+            # [tokens] the part of `completion` that each token adds; empty if it is unknown
             "pieces": tokenizer.pieces(ids),
         }

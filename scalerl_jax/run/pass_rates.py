@@ -1,12 +1,12 @@
-"""What the completions of an evaluation come to: P prompts with n completions each, c of them correct, k looked at.
+"""Metrics of an evaluation: P prompts with n completions each, c of them correct, k of them considered.
 
     mean@n        mean over prompts of c / n
     pass@k        mean over prompts of 1 - C(n - c, k) / C(n, k)           (Chen et al. 2021, unbiased)
-    majority@k    mean over prompts of the probability that the answer named most often by k of them is correct; of
-                  answers named equally often each is taken with the same probability, and without any it is wrong
+    majority@k    mean over prompts of the probability that the answer named most often by k of them is correct; tied
+                  answers are equally probable, and without any answer it is wrong
     95 %          Wilson's interval at the effective number of prompts p (1 - p) / (s^2 / P), s the standard deviation
-                  over prompts, with Student's t for P - 1 degrees of freedom (Dean and Pagano 2015); where all prompts
-                  are alike each counts as one trial
+                  over prompts, with Student's t for P - 1 degrees of freedom (Dean and Pagano 2015); if all prompts
+                  have the same rate, each counts as one trial
 
 The prompts are the sample, not the completions: an interval says what other prompts of the kind would give.
 majority@1 and majority@n are exact; between them it is a mean over SUBSETS subsets, the same ones each time.
@@ -41,20 +41,20 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def pass_at(correct: int, samples: int, k: int) -> float:
-    """Of one prompt."""
+    """pass@k of one prompt."""
     if samples - correct < k:
         return 1.0
     return -math.expm1(float(np.log1p(-k / np.arange(samples - correct + 1, samples + 1)).sum()))
 
 
 def majority_at(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
-    """Of one prompt. An answer is correct where a completion that gives it is."""
+    """majority@k of one prompt. An answer is correct if a completion that gives it is."""
     names = sorted({answer for answer in answers if answer is not None})
     if not names:
         return 0.0
     right = {answer for answer, is_right in zip(answers, correct) if is_right}
     code = {name: i for i, name in enumerate(names)}
-    # Without an answer: one after all names, whose votes do not count.
+    # Completions without an answer get a code after those of all names; its votes do not count.
     codes = np.asarray([len(names) if answer is None else code[answer] for answer in answers])
     subsets = _subsets(len(answers), k)
     which = codes[subsets] + (len(names) + 1) * np.arange(len(subsets))[:, None]
@@ -66,7 +66,7 @@ def majority_at(answers: Sequence[str | None], correct: Sequence[bool], k: int) 
 
 @functools.lru_cache(maxsize=16)
 def _subsets(n: int, k: int) -> np.ndarray:
-    """[subsets, k]: which of n completions are looked at."""
+    """[subsets, k]: the indices of k of n completions."""
     if k >= n:
         return np.arange(n)[None]
     if k == 1:
@@ -76,17 +76,17 @@ def _subsets(n: int, k: int) -> np.ndarray:
 
 
 def subset_sizes(samples: int) -> list[int]:
-    """The k of pass@k and majority@k: the powers of two, and all."""
+    """The k of pass@k and majority@k: the powers of two, and the number of samples."""
     return sorted({*(2**i for i in range(samples.bit_length()) if 2**i <= samples), samples})
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A completion, as far as it counts."""
+    """The values of a completion that the metrics need."""
 
     correct: bool
     reward: float
-    answer: str | None  # what it was taken to answer; None: no vote
+    answer: str | None  # the answer found in it; None: no vote
     tokens: int  # sampled
     truncated: bool
     interrupted: bool
@@ -136,9 +136,9 @@ def _pass_rate(prompts: Sequence[Prompt]) -> float:
 
 
 def numbers(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Of prompts with the same number of samples. Lengths are in sampled tokens; shares are of the completions.
+    """The metrics of prompts with the same number of samples. Lengths are in sampled tokens; shares are of completions.
 
-    majority_at is empty where no completion of theirs names an answer that could be voted for.
+    majority_at is empty if none of the completions names an answer to vote for.
     """
     count = len(prompts[0].samples)
     correct = [[sample.correct for sample in prompt.samples] for prompt in prompts]
@@ -175,7 +175,7 @@ def numbers(prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 
 def by_part(prompts: Sequence[Prompt], part: str) -> dict[str, list[Prompt]]:
-    """The prompts of each environment, or of each task ("environment" | "task"), by name; {} where it is only one.
+    """The prompts of each environment, or of each task ("environment" | "task"), by name; {} if there is only one.
 
     Those without a name are "(none)".
     """

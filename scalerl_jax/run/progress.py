@@ -1,4 +1,4 @@
-"""One line that says how a run is doing: a bar on a terminal, a plain line every few seconds elsewhere."""
+"""The progress line of a run: a bar on a terminal, a plain line every few seconds elsewhere."""
 
 import sys
 import time
@@ -18,18 +18,18 @@ def _short(number: float) -> str:
 
 
 def rounded(number: float, sign: str = "") -> str:
-    """To a thousandth; of what would be a long row of digits, a few."""
+    """To a thousandth; from a million on, three significant digits."""
     return f"{number:{sign}.3f}" if abs(number) < 1e6 else f"{number:{sign}.3g}"
 
 
-# What stands in the line, in this order; what has not come yet is left out.
+# The parts of the line, in this order; parts without a value yet are left out.
 _PARTS: dict[str, Callable[[Any], str]] = {
     "pass_rate": "pass {:.3f}".format,  # of the latest batch
-    "reward": lambda mean: f"reward {rounded(mean, '+')}",  # in [-1, 1] where no reward is the user's own
+    "reward": lambda mean: f"reward {rounded(mean, '+')}",  # in [-1, 1] unless a reward is the user's own
     "staleness": "staleness {:.1f}".format,  # mean of the trained tokens, in updates
     "trained_per_second": lambda tokens: f"train {_short(tokens)} tok/s",
     "sampled_per_second": lambda tokens: f"sample {_short(tokens)} tok/s",  # of all servers
-    "note": str,  # the evaluation's result, or whatever comes once in a while
+    "note": str,  # the evaluation's result, or another occasional note
     "waiting": str,  # what is waited for, and for how long
 }
 

@@ -1,4 +1,4 @@
-"""When a run is saved, what a checkpoint of it holds, and what is saved when a signal ends it."""
+"""When a run is saved, what its checkpoints hold, and what is saved when a signal ends it."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ from scalerl_jax.system import memory, signals
 
 
 class Saving:
-    """Of one trainer; used by its thread. `step`: steps made, which the state is of; `saved`: those on disk."""
+    """The checkpoints of one trainer, for its thread. `step`: steps made, as in the state; `saved`: steps on disk."""
 
     def __init__(
         self,
@@ -30,17 +30,17 @@ class Saving:
         ledger: Ledger,
         step: int,
     ):
-        """arrays: what is saved beside the trainer's state. step: where the run begins, or goes on."""
+        """arrays: what is saved besides the trainer's state. step: where the run begins or resumes."""
         self._config, self._folder, self._checkpoints, self._trainer = config, folder, checkpoints, trainer
         self._arrays, self._evaluations, self._ledger = arrays, evaluations, ledger
         self.step = self.saved = step
         self._due = False
 
     def save_if_due(self, *, last: bool = False) -> None:
-        """After the evaluation of `step` was asked for. last: no step follows.
+        """Called after the evaluation of `step` was requested. last: no step follows.
 
-        Not before the rows of earlier evaluations are written: a run that goes on from it would lack them. But one that
-        takes longer than the steps between two checkpoints does not hold them up.
+        Does not save before the rows of earlier evaluations are written: a run that resumes from the checkpoint would
+        lack them. But an evaluation that takes longer than the steps between two checkpoints does not delay it.
         """
         every = self._config.checkpoint.every
         self._due |= self.step % every == 0 or self.step == self._config.max_steps or (last and self.step > self.saved)
@@ -50,7 +50,7 @@ class Saving:
     def _save(self) -> None:
         manifest: dict[str, Any] = {"version": self.step, "incarnation": self._folder.incarnation}
         manifest["seed"] = self._config.seed
-        with self._ledger.trainer("stalled"):  # until the state is copied, and the save before it is on disk
+        with self._ledger.trainer("stalled"):  # until the state is copied, and the previous save is on disk
             self._trainer.save(self._checkpoints, self.step, manifest=manifest, arrays=self._arrays())
         self.saved, self._due = self.step, False
         signals.expect(f"interrupted: the same command goes on from step {self.step}")
@@ -58,17 +58,17 @@ class Saving:
 
     @contextlib.contextmanager
     def when_interrupted(self, serve_fleet: Callable[[], None]) -> Iterator[None]:
-        """Around code that looks at signals only where `step` steps are whole: saves them before it is left."""
+        """Wraps code that checks for signals only where `step` steps are whole: saves them before leaving."""
         try:
             yield
         except signals.Interrupted as stop:
             raise signals.Interrupted(stop.number, self._save_to_leave(serve_fleet)) from None
 
     def _save_to_leave(self, serve_fleet: Callable[[], None]) -> str:
-        """Saves, if nothing is lost by that; returns what is to be said.
+        """Saves, if nothing is lost by that; returns the line to print.
 
-        An evaluation beside training is waited for as long as a signal allows. Where it does not come, the run goes on
-        from the checkpoint before it, and evaluates that version again. One of the version reached is simply repeated.
+        Waits for an evaluation beside training for as long as a signal allows. If it does not finish, the run resumes
+        from the checkpoint before it and repeats that evaluation. One of the current version is simply repeated.
         """
 
         def wait() -> None:
@@ -77,7 +77,7 @@ class Saving:
             serve_fleet()
 
         if self._evaluations.owes(self.step):
-            with contextlib.suppress(signals.Interrupted, ValueError):  # of a fleet that fails now
+            with contextlib.suppress(signals.Interrupted, ValueError):  # ValueError: the fleet fails now
                 self._evaluations.finish(wait=wait)
         owed = self._evaluations.owes(self.step)
         if self.step > self.saved and not (owed and min(owed) >= self.saved):

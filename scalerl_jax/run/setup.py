@@ -1,6 +1,6 @@
-"""What a run starts from, loaded and checked before anything is started: policy, tokenizer, prompts, servers given.
+"""What a run starts from, loaded and checked before anything is started: policy, tokenizer, prompts, given servers.
 
-A mistake of the user's in them is a ValueError, one line. Nothing here computes on a device.
+A user's mistake in them is a ValueError, one line. Nothing here computes on a device.
 """
 
 import dataclasses
@@ -31,20 +31,20 @@ from scalerl_jax.rollouts.servers.validate_status import Expected, compare
 from scalerl_jax.run import continuing, inputs
 from scalerl_jax.run.folder import RunFolder
 
-LOW_RATE = 2e-6  # of an adapter; training all parameters takes 5e-7
+LOW_RATE = 2e-6  # a lower one is remarked on with an adapter; training all parameters takes 5e-7
 
 
 @dataclasses.dataclass(frozen=True)
 class GivenServers:
-    """Those that --servers names; none: local ones are to be started."""
+    """The servers that --servers names; without any, local ones are started."""
 
     addresses: tuple[str, ...]
     credentials: security.Credentials
-    resolve: Callable[[], Sequence[str]] | None  # those listed now; None: they never change
+    resolve: Callable[[], Sequence[str]] | None  # the addresses listed now; None: they never change
 
 
 def given_servers(config: Config, text: str) -> GivenServers:
-    """text: --servers."""
+    """text: the value of --servers."""
     listed = Discovery(text) if text else None
     addresses = listed.resolve() if listed is not None else ()
     shown = credentials.read(config.fleet, name=listed.name if listed is not None else "")
@@ -54,7 +54,7 @@ def given_servers(config: Config, text: str) -> GivenServers:
 
 
 def expected_of(config: Config, decoder: DecoderConfig | None, *, maximum_tokens: int) -> Expected:
-    """What every server must have. decoder: None: of a family that only its engine knows."""
+    """The properties that every server must have. decoder: None for a family that only its engine knows."""
     return Expected(
         tokenizer_fingerprint=tokenizer_fingerprint(config.model.path),
         model_config=decoder.canonical_json() if decoder is not None else "",
@@ -82,12 +82,12 @@ class Setup:
     remarks: list[str]  # lines for the user
 
     def check(self, server: str, status: pb.StatusReply) -> None:
-        """Raises ProbeError where the server is not one for this run."""
+        """Raises ProbeError if the server does not fit this run."""
         compare(server, status, self.expected)
 
     def check_servers(self, config: Config, *, seconds: float) -> dict[str, str]:
-        """Looks once at the servers that are given, the teachers' too; returns the folders of teachers that local ones
-        are to serve. Raises FleetError where none of them can ever be used. seconds: for a status."""
+        """Checks the given servers once, the teachers' too; returns the folders of teachers that local servers are to
+        serve. Raises FleetError if none of them can ever be used. seconds: limit for a status."""
         given = self.servers
         if given.addresses:
             candidates.check_servers(given.addresses, given.credentials, self.check, seconds=seconds)
@@ -104,7 +104,8 @@ class Setup:
     def teachers_at(
         self, config: Config, local: Mapping[str, Sequence[str]], *, observe: Callable[[pb.StatusReply, bool], None]
     ) -> teachers_lib.Teachers:
-        """For the fleet. local: the addresses of those that local servers serve. observe: see Teachers."""
+        """The teachers, for the fleet. local: the addresses of those that local servers serve. observe: see
+        Teachers."""
         where = dict(self.teachers)
         for name, addresses in local.items():
             where[name] = teachers_lib.Where(tuple(addresses), credentials=self.servers.credentials)
@@ -114,7 +115,7 @@ class Setup:
         )
 
     def servers_at(self, addresses: Sequence[str]) -> Servers:
-        """For the fleet: what servers there are shown, and what they are held against."""
+        """The servers, for the fleet: the credentials they are shown, and the checks they must pass."""
         decoder, given = self.decoder, self.servers
         routed = Routed(decoder.layers, decoder.experts_per_token, decoder.experts) if decoder.experts else None
         return Servers(
@@ -129,7 +130,7 @@ class Setup:
 
 
 def load(config: Config, servers: str) -> Setup:
-    """servers: --servers."""
+    """servers: the value of --servers."""
     check_folder("config.model.path", config.model.path)
     decoder = read_config(config.model.path)
     Tensors(config.model.path, decoder)  # a folder without weights is found before anything is started
@@ -147,7 +148,7 @@ def load(config: Config, servers: str) -> Setup:
             f"{maximum_tokens} tokens (longest prompt, thinking and answer budgets, interruption phrase)"
         )
     if (lora := lora_of(config, decoder)) is not None:
-        if lora.folder:  # what is wrong with it
+        if lora.folder:  # raises if it is unusable
             read_adapter(lora.folder, lora)
         if config.optimizer.learning_rate < LOW_RATE:
             remarks.append(
@@ -168,7 +169,7 @@ def load(config: Config, servers: str) -> Setup:
 
 
 def remarks_on(config: Config, rows: Rows) -> list[str]:
-    """Lines on there being fewer prompts than the config asks for. Raises ValueError where none is held out."""
+    """Lines on having fewer prompts than the config asks for. Raises ValueError if none is held out."""
     lines = []
     for name in config.mixture or [""]:
         held_out = sum(row.environment == name for row in rows.held_out)
@@ -189,8 +190,8 @@ def remarks_on(config: Config, rows: Rows) -> list[str]:
 
 
 def remarks_on_changes(folder: RunFolder, now: dict[str, str], *, step: int, fresh: bool) -> list[str]:
-    """A line for each input, and each field of the config, that is another than it was up to `step`; the digests `now`
-    are kept for the next start. fresh: the run begins."""
+    """A line for each input and each config field that has changed since `step`; the digests `now` are saved for the
+    next start. fresh: the run begins."""
     of_inputs = [
         f"{name} changed since step {step}" for name in inputs.changed(folder.path(inputs.FILE), now, first=fresh)
     ]

@@ -1,7 +1,7 @@
 """Where the numbers of a run's rows go besides its own files: TensorBoard and W&B, as the config asks.
 
-W&B drops what comes with an older step of its own than the last: evaluations beside training, and all that a run makes
-again after it has gone back to a checkpoint. So it is given none, and the step is logged as a value, the axis.
+W&B drops rows whose step is older than its last one: those of evaluations beside training, and those repeated after
+going back to a checkpoint. So W&B gets no step of its own: the step is logged as a value, the x axis.
 """
 
 import importlib.util
@@ -26,12 +26,12 @@ def check_installed(config: Config) -> None:
 
 
 class Trackers:
-    """Of one trainer process, from the row after `step` on."""
+    """The trackers of one trainer process, for the rows after `step`."""
 
     def __init__(self, workdir: str, config: Config, *, step: int):
         self._events: Any = None
         self._wandb: Any = None
-        self._drawn: set[str] = set()  # names whose x axis W&B has been told
+        self._drawn: set[str] = set()  # names whose x axis W&B knows
         if config.telemetry.tensorboard:
             from scalerl_jax.run.event_file import EventFile  # tensorboard is optional
 
@@ -58,7 +58,7 @@ class Trackers:
 
 
 def _start_wandb(run_folder: str, config: Config) -> Any:
-    """The W&B run of this folder, begun or gone on with."""
+    """The W&B run of this folder, new or resumed."""
     import wandb  # optional
 
     return wandb.init(
@@ -68,7 +68,7 @@ def _start_wandb(run_folder: str, config: Config) -> Any:
         name=os.path.basename(run_folder),
         resume="allow",
         config=config_check.leaves(config),
-        allow_val_change=True,  # what may change at a restart
+        allow_val_change=True,  # the config may change at a restart
     )
 
 

@@ -1,11 +1,11 @@
-"""Files that are there whole or not at all, and one line for a disk that is full, read-only or gone.
+"""Files that are written whole or not at all, and one line for a disk that is full, read-only or gone.
 
-    write_whole   a temporary file beside it, written out to the disk, then renamed; no temporary file stays
-    append        all of it or nothing: what a full disk took of it is cut off again
-    naming        gives an OSError that names no file the path it was about
+    write_whole   a temporary file beside it, flushed to the disk, then renamed; no temporary file stays
+    append        all of it or nothing: a part that a full disk took is cut off again
+    naming        adds the path to an OSError that names no file
 
-A temporary file's name has the process in it: two that write the same file at once do not mix. What a killed process
-left is removed by `tidy`.
+A temporary file's name contains the process id: two processes that write the same file do not mix. `tidy` removes what
+a killed process left.
 """
 
 import contextlib
@@ -22,26 +22,26 @@ from typing import Any
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TEMPORARY = re.compile(r"\.(\d+)-\d+\.tmp$")
 _numbers = itertools.count()
-# How libraries that are not Python's tell an error of the system: tensorstore, Rust's, Python's own in a text.
+# How libraries other than Python's report a system error: tensorstore, Rust's, Python's own inside a text.
 _SYSTEM = re.compile(r"os_error_code='(\d+)'|\(os error (\d+)\)|\[Errno (\d+)\]")
 
 
 class WriteError(OSError):
-    """A file of ours cannot be written or read; has errno, strerror and filename, and is one line."""
+    """A file of ours that cannot be written or read; has errno, strerror and filename, and is one line."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {reason(self)}"
 
 
 def reason(error: OSError) -> str:
-    """In words, without the file: "no space left on device"."""
+    """The reason in words, without the file: "no space left on device"."""
     text = error.strerror or str(error) or type(error).__name__
     return text[:1].lower() + text[1:]
 
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """What is raised inside for want of a file or of room becomes a WriteError that names the path."""
+    """An OSError raised inside, such as a missing file or a full disk, becomes a WriteError that names the path."""
     try:
         yield
     except OSError as error:
@@ -51,7 +51,7 @@ def naming(path: str) -> Iterator[None]:
 
 
 def write_error(error: BaseException, path: str) -> WriteError | None:
-    """What a library has raised as something else, where it says which error of the system it was."""
+    """The WriteError for an error of a library that mentions a system error; None if it mentions none."""
     if isinstance(error, WriteError):
         return error
     found = _SYSTEM.search(str(error))
@@ -65,9 +65,9 @@ def temporary(path: str) -> str:
 
 
 def write_whole(path: str, data: str | bytes, *, durable: bool = True) -> None:
-    """Writes a file so that it is there whole or, after a crash or on a full disk, as it was before.
+    """Writes a file so that it is whole or, after a crash or on a full disk, as it was before.
 
-    durable: it is on the disk before this returns, so that losing power costs nothing either. Raises WriteError.
+    durable: the data is on the disk before this returns, so that it survives a loss of power. Raises WriteError.
     """
     beside = temporary(path)
     with naming(path):
@@ -86,13 +86,13 @@ def write_whole(path: str, data: str | bytes, *, durable: bool = True) -> None:
 
 @contextlib.contextmanager
 def whole_folder(path: str, *, replace: bool = False) -> Iterator[str]:
-    """A new folder to write into, which is at `path` when the block ends; nothing is there where the block fails.
+    """A new folder to write into, which is renamed to `path` when the block ends; removed if the block fails.
 
-    replace: a folder that is there stays until the new one is whole; a kill leaves the old one, the new one, or none.
-    Raises WriteError, also where a library says in words of its own that there is no room.
+    replace: an existing folder stays until the new one is whole; a kill leaves the old one, the new one, or none.
+    Raises WriteError, also where a library reports a full disk in its own words.
     """
     beside, before = f"{path}.tmp", f"{path}.old"
-    for left in (beside, before) if replace else (beside,):  # of a process that was killed while it wrote
+    for left in (beside, before) if replace else (beside,):  # left by a process that was killed while it wrote
         shutil.rmtree(left, ignore_errors=True)
     try:
         with naming(path):
@@ -114,7 +114,7 @@ def whole_folder(path: str, *, replace: bool = False) -> Iterator[str]:
 def append(descriptor: int, data: bytes, path: str) -> None:
     """Appends to a file opened with O_APPEND, as its only writer: all of `data` or nothing. Raises WriteError.
 
-    A file whose last name is gone is an error too: what is written to it would be lost.
+    A deleted file is an error too: what is written to it would be lost.
     """
     with naming(path):
         before = os.fstat(descriptor)
@@ -131,7 +131,7 @@ def append(descriptor: int, data: bytes, path: str) -> None:
 
 
 def ends_whole(path: str) -> bool:
-    """Whether a file of lines ends with one, or is empty."""
+    """Whether a file of lines ends with a complete line, or is empty."""
     with open(path, "rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return True
@@ -140,7 +140,7 @@ def ends_whole(path: str) -> bool:
 
 
 def tidy(folder: str) -> None:
-    """Removes temporary files that no process is writing any more."""
+    """Removes temporary files that no process writes any longer."""
     for name in os.listdir(folder):
         found = _TEMPORARY.search(name)
         if found and (int(found[1]) == os.getpid() or not lives(int(found[1]))):
@@ -149,18 +149,18 @@ def tidy(folder: str) -> None:
 
 
 def lives(process: int) -> bool:
-    """Whether a process of this number is there."""
+    """Whether a process with this id exists."""
     try:
-        os.kill(process, 0)  # signal 0 asks only
+        os.kill(process, 0)  # signal 0 only checks
     except ProcessLookupError:
         return False
     except (PermissionError, OverflowError):
-        pass  # it exists, and is another user's
+        pass  # it exists, and belongs to another user
     return True
 
 
 def plain(value: Any) -> Any:
-    """As JSON can hold it: arrays as lists, NaN and infinities as null."""
+    """The value in JSON's types: arrays as lists, NaN and infinities as null."""
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -173,7 +173,7 @@ def plain(value: Any) -> Any:
 
 
 def read_object(path: str) -> dict[str, Any]:
-    """The object that a file holds. Raises ValueError, one line, where it holds none, and OSError."""
+    """The JSON object in a file. Raises ValueError, one line, if it holds none, and OSError."""
     try:
         with open(path, "rb") as file:
             value = json.load(file)

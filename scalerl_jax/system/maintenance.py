@@ -1,9 +1,9 @@
-"""An announced end of this machine, taken as SIGTERM: training saves and leaves while there is time.
+"""An announced end of this machine, handled as SIGTERM: training saves and leaves while there is time.
 
     gce         the instance's metadata: maintenance-event other than NONE, or preempted
     file:PATH   a file that appears (a pod's preStop hook, a node agent, a cron job may write it)
 
-Looked at every few seconds, on a thread. Of metadata that do not answer, one line is said, and no more.
+Polled every few seconds, on a thread. Metadata that do not answer are logged once.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def source(where: str) -> Callable[[], str]:
-    """A function that says what is announced; "": nothing. It raises OSError. Raises ValueError: no such source."""
+    """A function that returns the announcement, or "", and may raise OSError. Raises ValueError: no such source."""
     if where == "gce":
         return _gce
     kind, _, path = where.partition(":")
@@ -32,7 +32,7 @@ def source(where: str) -> Callable[[], str]:
 
 @contextlib.contextmanager
 def watched(where: str, *, every: float = POLL_SECONDS) -> Iterator[None]:
-    """In it, what is announced ends the run as SIGTERM does. "": nothing is looked at."""
+    """While inside, an announcement ends the run as SIGTERM does. "": nothing is polled."""
     if not where:
         yield
         return
@@ -74,18 +74,18 @@ def _metadata(name: str) -> str:
 
 
 ANSWER_SECONDS = 3.0
-FAULTS = (OSError, http.client.HTTPException)  # what reading fails with
+FAULTS = (OSError, http.client.HTTPException)  # raised by `read`
 
 
 def host_of(environment: Mapping[str, str] = os.environ) -> str:
-    """Where it is asked for."""
+    """The host of the metadata server."""
     return environment.get("GCE_METADATA_HOST", "metadata.google.internal")
 
 
 def read(name: str, *, host: str) -> str:
-    """Of the instance. Raises what FAULTS names."""
+    """A value of the instance's metadata. Raises FAULTS."""
     url = f"http://{host}/computeMetadata/v1/instance/{name}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy knows this instance
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know this instance
     with direct.open(request, timeout=ANSWER_SECONDS) as answer:
         return answer.read().decode(errors="replace").strip()

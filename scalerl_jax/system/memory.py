@@ -1,8 +1,8 @@
-"""Memory: what malloc holds free goes back to the system; what there is, and what processes and programs take of it.
+"""Memory: returning free memory to the system, the amount available, and the use by processes and programs.
 
-The buffers of an update, the completions on their way and what a checkpoint copies have many sizes and lives, so free
+The buffers of an update, completions in flight and copies for a checkpoint have many sizes and lifetimes, so free
 pieces come to lie between used ones: over thousands of updates a process holds more and more that it does not use.
-glibc gives such pieces back only when it is asked.
+glibc returns such pieces only when it is asked.
 """
 
 import ctypes
@@ -10,24 +10,24 @@ import os
 from typing import Any
 
 GIB = 2**30
-UNKNOWN = 2**62  # of `available`, where the system does not say
+UNKNOWN = 2**62  # of `available`, where the system does not report it
 
 
 def trim() -> None:
-    """Some milliseconds. Nothing happens with a C library that has no malloc_trim."""
+    """Returns malloc's free memory to the system, in milliseconds. Does nothing if the C library has no malloc_trim."""
     function = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if function is not None:
         function(0)
 
 
 def resident(root: str = "/") -> int:
-    """Bytes of memory that this process takes; 0 where the system does not say."""
+    """Bytes of memory that this process uses; 0 where the system does not report it."""
     text = _read(os.path.join(root, "proc/self/statm"))
     return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else 0
 
 
 def peak_resident(process: int | None = None, *, root: str = "/") -> int:
-    """The most bytes that a process ever took; 0 where the system does not say, or the process is gone.
+    """The most bytes that a process has used; 0 where the system does not report it, or the process is gone.
 
     process: its id; None: this process.
     """
@@ -37,10 +37,10 @@ def peak_resident(process: int | None = None, *, root: str = "/") -> int:
 
 
 def available(root: str = "/") -> int:
-    """Bytes that this process may still take: of the machine's, and of its container's, the smaller.
+    """Bytes that this process may still use: the smaller of the machine's and its container's.
 
-    A container's page cache counts as free: the kernel drops it first. UNKNOWN where the system does not say (not
-    Linux), which is more than any machine has.
+    A container's page cache counts as free: the kernel drops it first. UNKNOWN, which is more than any machine has,
+    where the system does not report it (not Linux).
     """
     found = [UNKNOWN]
     if info := _read(os.path.join(root, "proc/meminfo")):
@@ -57,9 +57,9 @@ def available(root: str = "/") -> int:
 
 
 def working_bytes(program: Any) -> int:
-    """What a program that jax compiled takes beside its arguments, by XLA's plan; 0 where the platform tells none.
+    """Bytes that a program compiled by jax needs beyond its arguments, by XLA's plan; 0 where there is no plan.
 
-    What it gives in the place of an argument is not counted.
+    Outputs in the place of an argument are not counted.
     """
     analysis = program.memory_analysis()
     if analysis is None:
@@ -68,14 +68,14 @@ def working_bytes(program: Any) -> int:
 
 
 def gib(size: float) -> str:
-    """Bytes as a number of GiB to be read: "0.25", and with one decimal from "10.0" on."""
+    """Bytes as GiB for people: "0.25", and with one decimal from "10.0" on."""
     return f"{size / GIB:.2f}" if size < 10 * GIB else f"{size / GIB:.1f}"
 
 
 def _read(path: str) -> str:
-    """Empty where there is no such file."""
+    """The text of a file; empty if it cannot be read."""
     try:
-        # A process may be called anything, and its name stands in its status.
+        # A process's status contains its name, which may be any bytes.
         with open(path, encoding="ascii", errors="replace") as file:
             return file.read()
     except OSError:

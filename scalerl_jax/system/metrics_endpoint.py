@@ -1,9 +1,9 @@
-"""--metrics_port: what a process tells Prometheus, over HTTP.
+"""--metrics_port: the metrics of a process for Prometheus, over HTTP.
 
-GET /metrics answers with the metrics of one registry of its own, in the text format of Prometheus. It is
-read-only, without authentication: it listens on the loopback interface, or where --metrics_host says.
+GET /metrics answers with the metrics of a separate registry, in the text format of Prometheus. It is
+read-only, without authentication: it listens on the loopback interface, or on --metrics_host.
 
-Needs prometheus_client, which is imported here alone. A collector is a function that builds the metrics at each
+Needs prometheus_client, which is imported only here. A collector is a function that builds the metrics at each
 request; it runs on a thread of the endpoint.
 """
 
@@ -16,7 +16,7 @@ import wsgiref.simple_server
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-# A request is one line and an answer some kilobytes; who takes longer, or keeps more of them open, is cut off.
+# A request is one line and an answer some kilobytes; slower clients, and more at once, are cut off.
 REQUEST_SECONDS = 10.0
 MOST_REQUESTS = 8
 
@@ -27,10 +27,10 @@ Collect = Callable[[], Iterable[Family]]
 
 
 class MetricsEndpoint:
-    """Serves from its making until close(). `port` is the one it listens on."""
+    """Serves until close(). `port` is the port it listens on."""
 
     def __init__(self, collect: Collect, *, host: str, port: int):
-        """port: 0 takes a free one. Raises ValueError, one line that names the flags, where it cannot listen there."""
+        """port: 0 takes a free one. Raises ValueError, one line that names the flags, if it cannot listen there."""
         where = f"--metrics_port={port}"
         if importlib.util.find_spec("prometheus_client") is None:
             raise ValueError(f"{where}: needs prometheus_client, which pip install 'scalerl-jax[metrics]' brings")
@@ -61,7 +61,7 @@ class MetricsEndpoint:
 
 
 def page(collect: Collect) -> tuple[bytes, str]:
-    """What an endpoint answers, for a process that serves HTTP itself, and its content type."""
+    """The endpoint's answer and its content type, for a process that serves HTTP itself."""
     import prometheus_client
 
     return prometheus_client.generate_latest(_registry(collect)), prometheus_client.CONTENT_TYPE_LATEST
@@ -76,7 +76,7 @@ def _registry(collect: Collect) -> Any:
 
 
 def _or_unavailable(app: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, but where the metrics cannot be had now (TimeoutError, RuntimeError) the answer is 503 and why."""
+    """The app, but it answers 503 with the reason if the metrics are unavailable (TimeoutError, RuntimeError)."""
 
     def answer(environment: Any, start_response: Callable[..., Any]) -> Any:
         try:
@@ -89,13 +89,13 @@ def _or_unavailable(app: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Collector:
-    """What prometheus_client asks at each request."""
+    """The collector that prometheus_client calls at each request."""
 
     def __init__(self, collect: Collect):
         self._collect = collect
 
     def describe(self) -> list[Any]:
-        """Nothing: what there is may not be known yet."""
+        """Nothing: the metrics may not be known yet."""
         return []
 
     def collect(self) -> Iterable[Any]:
@@ -124,7 +124,7 @@ class _Server(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
         super().__init__(*arguments)
 
     def server_bind(self) -> None:
-        """As of http.server, without asking the name service what this machine is called: that may take seconds."""
+        """As in http.server, but without asking the name service for this machine's name, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
@@ -142,7 +142,8 @@ class _Server(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who hangs up, or says nothing, is not worth a traceback; faults of a collector are the answer 500."""
+        """Drops errors: a client that hangs up or stays silent needs no traceback; a collector's faults are answered
+        with 500."""
 
 
 class _Handler(wsgiref.simple_server.WSGIRequestHandler):
@@ -153,4 +154,4 @@ class _Handler(wsgiref.simple_server.WSGIRequestHandler):
             super().handle()
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """A line every few seconds for ever is not wanted."""
+        """Logs nothing: it would be a line every few seconds."""

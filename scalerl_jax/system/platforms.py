@@ -1,13 +1,13 @@
-"""On which of JAX's platforms a command computes. To be called before JAX computes anything; JAX is not imported.
+"""The JAX platforms that a command computes on. To be called before JAX computes anything; JAX is not imported.
 
-The fits compute on the CPU, in float64. But the first thing that a process computes has JAX start every platform there
-is, and take three quarters of each GPU's memory, from a training run beside it for example.
+The fits compute on the CPU, in float64. But at the first computation of a process JAX starts every available platform,
+and takes three quarters of each GPU's memory, for example from a training run on the same machine.
 
-What this machine's products are fast in. Nothing of JAX is started.
+Also the fastest dtype for this machine's matrix products. It starts nothing of JAX.
 
-bfloat16 operands are fast on accelerators and on CPUs that multiply them themselves, with AMX or AVX512: seven times
-as fast as float32 in a product, twice as fast in an update of some 30M parameters. Other CPUs turn each of them into a
-float32 one first.
+bfloat16 operands are fast on accelerators and on CPUs with instructions for them, AMX or AVX512: seven times as fast as
+float32 in a product, twice as fast in an update of some 30M parameters. Other CPUs convert each of them to float32
+first.
 """
 
 import glob
@@ -23,12 +23,12 @@ _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 
 def cpu_only() -> None:
-    """For commands that only fit and draw: no accelerator is touched, whatever JAX_PLATFORMS says."""
+    """For commands that only fit and draw: no accelerator is used, whatever JAX_PLATFORMS says."""
     _set("cpu")
 
 
 def cpu_here() -> None:
-    """For a command that starts others which compute: it touches no accelerator, they do as JAX_PLATFORMS says."""
+    """For a command whose child processes compute: it uses no accelerator itself; they follow JAX_PLATFORMS."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -48,7 +48,7 @@ def _set(platforms: str) -> None:
 
 
 def accelerated(environment: Mapping[str, str]) -> bool:
-    """Whether JAX, started in this environment, computes on an accelerator. Imports nothing of it."""
+    """Whether JAX, started in this environment, computes on an accelerator. Does not import JAX."""
     chosen = environment.get("JAX_PLATFORMS", "").split(",")[0]
     if chosen:
         return chosen != "cpu"
@@ -57,7 +57,7 @@ def accelerated(environment: Mapping[str, str]) -> bool:
 
 
 def jax_uses_gpus(environment: Mapping[str, str]) -> bool:
-    """Whether JAX, started in this environment, looks for NVIDIA GPUs. Imports nothing of it."""
+    """Whether JAX, started in this environment, looks for NVIDIA GPUs. Does not import JAX."""
     platforms = environment.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return False
@@ -67,7 +67,7 @@ def jax_uses_gpus(environment: Mapping[str, str]) -> bool:
 def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it is in
+    except ModuleNotFoundError:  # its package is missing, too
         return False
 
 
@@ -76,18 +76,18 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         names = [name.strip() for name in chosen.split(",") if name.strip()]
-        return names[: names.index("-1")] if "-1" in names else names  # CUDA stops at the first that is none
+        return names[: names.index("-1")] if "-1" in names else names  # CUDA stops at the first invalid one
     count = len(glob.glob("/dev/nvidia[0-9]*"))
     if not count and (program := shutil.which("nvidia-smi")):  # as in WSL
         try:
             answer = subprocess.run([program, "-L"], capture_output=True, text=True, check=False, timeout=60)
-        except (OSError, subprocess.TimeoutExpired):  # a driver that hangs: JAX will say what it finds
+        except (OSError, subprocess.TimeoutExpired):  # a driver that hangs: JAX will report what it finds
             return []
         count = sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
     return [str(i) for i in range(count)]
 
 
-# As Linux calls them. Those of ARM are left out: XLA has no kernel for them that was measured.
+# Names as in Linux. ARM's are left out: no kernel of XLA for them has been measured.
 _MULTIPLIES_BFLOAT16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX512"}
 
 
@@ -96,7 +96,7 @@ def fastest_dtype(
 ) -> tuple[str, str]:
     """(dtype of matrix products, why), for a process that is started in this environment (default: ours).
 
-    on_accelerator: whether it computes on an accelerator; None: as JAX would find out.
+    on_accelerator: whether it computes on an accelerator; None: determined as JAX does.
     """
     environment = os.environ if environment is None else environment
     if accelerated(environment) if on_accelerator is None else on_accelerator:
@@ -108,7 +108,7 @@ def fastest_dtype(
 
 
 def _cpu_flags(path: str) -> list[str]:
-    """The best first; none where the system does not tell."""
+    """The CPU's flags, the best first; none where the system does not report them."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             found = re.search(r"^flags\s*:(.*)", file.read(), re.MULTILINE)

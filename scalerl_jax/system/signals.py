@@ -1,15 +1,14 @@
 """Ctrl-C and SIGTERM: the first asks a command to leave, the second makes it leave at once.
 
-What the first signal does is up to the mode, which begins as RAISE and may be changed at any time by be():
+The effect of the first signal depends on the mode, which begins as RAISE and may be changed at any time by be():
 
-    RAISE   the main thread raises Interrupted where it stands: short commands, which tidy up as they unwind
-    EXIT    the process ends from another thread, after what is registered with before_exit(): start-up, when
-            nothing is there to be saved, and the main thread may be inside a compilation for minutes
-    HOLD    it is only noted, and raise_if_interrupted() raises Interrupted, where the command's state is whole:
-            training
+    RAISE   the main thread raises Interrupted where it is: short commands, which clean up as they unwind
+    EXIT    the process ends from another thread, after the functions of before_exit(): start-up, when there is nothing
+            to save, and the main thread may be inside a compilation for minutes
+    HOLD    it is only noted, and raise_if_interrupted() raises Interrupted where the command's state is whole: training
 
 The second signal ends the process in every mode. Local servers and verifier workers end with their parent. The exit
-code is 128 + signal. Signals within REPEAT_SECONDS of the first are one with it: a terminal and a process manager may
+code is 128 + signal. Signals within REPEAT_SECONDS of the first count as the same: a terminal and a process manager may
 both pass it on.
 """
 
@@ -27,17 +26,17 @@ from collections.abc import Callable, Iterator
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RAISE, EXIT, HOLD = "raise", "exit", "hold"
 REPEAT_SECONDS = 0.5
-PATIENCE_SECONDS = 10.0  # what is under way may take that long before it is given up; a pod is killed after 30
-STUCK_SECONDS = 3.0  # RAISE: that the main thread may take to come to its handler
-CLOSING_SECONDS = 20.0  # RAISE: and to close what is open
+PATIENCE_SECONDS = 10.0  # work in progress may take that long before it is given up; a pod is killed after 30
+STUCK_SECONDS = 3.0  # RAISE: time for the main thread to reach its handler
+CLOSING_SECONDS = 20.0  # RAISE: time for it to close what is open
 
-_SHORTEST = 0.001  # seconds; a timeout of 0 is something else
+_SHORTEST = 0.001  # seconds; a timeout of 0 means non-blocking
 
 AT_ONCE = "interrupted: left at once; the same command goes on from what was saved last"
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised by the first signal; `line` is what the command says as it leaves."""
+    """Raised by the first signal; `line` is what the command prints as it leaves."""
 
     def __init__(self, number: int, line: str):
         super().__init__(line)
@@ -45,7 +44,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class _Process:
-    """Of this process: written by the handler (main thread) and by the watching thread."""
+    """The state of this process: written by the handler (main thread) and by the watching thread."""
 
     number = 0  # of the first signal; 0: none yet
     at = 0.0  # when it came, monotonic seconds
@@ -53,34 +52,34 @@ class _Process:
     raised = False
     line = "interrupted"
     before_exit: tuple[Callable[[], None], ...] = ()
-    announced = threading.Event()  # the watching thread has said what the first signal does
+    announced = threading.Event()  # the watching thread has handled the first signal
 
 
 _process = _Process()
 
 
 def expect(line: str) -> None:
-    """What the command says from now on, where a signal makes it leave."""
+    """Sets the line that the command prints if a signal makes it leave."""
     _process.line = line
 
 
 def requested() -> bool:
-    """Whether a signal has come."""
+    """Whether a signal has arrived."""
     return _process.number != 0
 
 
 def number() -> int:
-    """Of the first signal; 0: none has come."""
+    """The number of the first signal; 0: none has arrived."""
     return _process.number
 
 
 def overdue() -> bool:
-    """Whether one came so long ago that what is still under way is to be given up."""
+    """Whether a signal arrived so long ago that work in progress is to be given up."""
     return requested() and time.monotonic() - _process.at > PATIENCE_SECONDS
 
 
 def raise_if_interrupted() -> None:
-    """Raises Interrupted where a signal has come: for places where everything is whole."""
+    """Raises Interrupted if a signal has arrived: for places where the state is whole."""
     if requested():
         if _process.mode == HOLD:
             _process.announced.wait(REPEAT_SECONDS)  # its line comes first, however soon all is saved
@@ -89,22 +88,22 @@ def raise_if_interrupted() -> None:
 
 
 def be(mode: str) -> None:
-    """What a signal does from now on; raises Interrupted where one has come already."""
+    """Sets the effect of a signal from now on; raises Interrupted if one has arrived already."""
     raise_if_interrupted()
     _process.mode = mode
 
 
 def request() -> None:
-    """As if SIGTERM had come from outside: another host was told to stop, or maintenance was announced."""
+    """Sends this process SIGTERM: another host was asked to stop, or maintenance was announced."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def request_with_parent() -> None:
-    """From now on the end of standard input, whose other end the parent holds, is as good as SIGTERM: this process
-    leaves too, however the parent ends."""
+    """From now on the end of standard input, whose other end the parent holds, acts as SIGTERM: this process leaves
+    too, however the parent ends."""
 
     def follow() -> None:
-        with contextlib.suppress(OSError):  # none is open
+        with contextlib.suppress(OSError):  # standard input is closed
             while os.read(0, 64):
                 pass
         request()
@@ -113,26 +112,27 @@ def request_with_parent() -> None:
 
 
 def before_exit(close: Callable[[], None]) -> None:
-    """In the mode EXIT, `close` is called first, on a thread of its own; after those that were given before it."""
+    """In the mode EXIT, `close` is called before the end, on a separate thread, after the functions registered
+    before."""
     _process.before_exit = (*_process.before_exit, close)
 
 
 def close_before_exit() -> None:
-    """For who ends the process in another way: calls what was given to before_exit, all of it whatever it raises."""
+    """For code that ends the process in another way: calls every function of before_exit, whatever they raise."""
     with contextlib.ExitStack() as stack:
         for close in reversed(_process.before_exit):
             stack.callback(close)
 
 
 def wait_if_exiting() -> None:
-    """Returns unless the watching thread is ending the process, which may look like an error from elsewhere."""
+    """Blocks if the watching thread is ending the process, which may look like an error elsewhere; else returns."""
     if requested() and _process.mode == EXIT:
         threading.Event().wait()
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Handles SIGINT and SIGTERM where no other handler does yet; outside of the main thread it does nothing."""
+    """Handles SIGINT and SIGTERM where no other handler is set; does nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -157,14 +157,14 @@ def installed() -> Iterator[None]:
 
 
 def _on_signal(number: int, frame: types.FrameType | None) -> None:
-    """In the main thread, between two of its instructions."""
+    """The handler; runs in the main thread, between two of its instructions."""
     _note(number)
     if _process.mode == RAISE and not _process.raised and not _swallows(frame):
         raise_if_interrupted()
 
 
 def _swallows(frame: types.FrameType | None) -> bool:
-    """Whether what is raised here would be printed and dropped: by the garbage collector, which called us back."""
+    """Whether an exception raised here would be printed and dropped, because the garbage collector called this code."""
     callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
     while frame is not None and frame.f_code not in callbacks:
         frame = frame.f_back
@@ -172,7 +172,7 @@ def _swallows(frame: types.FrameType | None) -> bool:
 
 
 def _note(number: int) -> bool:
-    """Whether it is the first one."""
+    """Notes a signal; returns whether it is the first one."""
     if requested():
         return False
     _process.at = time.monotonic()
@@ -189,7 +189,7 @@ def _watch(reader: socket.socket) -> None:
             data = reader.recv(64)
         except TimeoutError:
             if (left := _seconds_left()) is None or left > _SHORTEST:
-                continue  # it has come to its handler meanwhile
+                continue  # it has reached its handler meanwhile
             _leave(_process.line)
         if not data:
             return
@@ -205,7 +205,7 @@ def _watch(reader: socket.socket) -> None:
 
 
 def _seconds_left() -> float | None:
-    """Until this thread ends the process by itself; None: training takes what it takes."""
+    """Seconds until this thread ends the process by itself; None: training has no limit."""
     if _process.mode != RAISE:
         return None
     bound = CLOSING_SECONDS if _process.raised else STUCK_SECONDS
@@ -213,7 +213,7 @@ def _seconds_left() -> float | None:
 
 
 def _close_and_leave() -> None:
-    """Beside the watching thread, which goes on listening for the second signal."""
+    """Runs beside the watching thread, which continues to listen for the second signal."""
     try:
         close_before_exit()
     finally:
@@ -228,6 +228,6 @@ def _leave(line: str) -> None:
 
 
 def _write(line: str) -> None:
-    """Past Python's own stream, whose lock the main thread may hold."""
+    """Bypasses Python's own stream, whose lock the main thread may hold."""
     with contextlib.suppress(OSError):
         os.write(2, f"{line}\n".encode())

@@ -1,4 +1,4 @@
-"""Attention: one function, one file a backend, and the choice among them."""
+"""Attention: one function, one file per backend, and the choice among them."""
 
 from scalerl_jax.model.attention.backend import BLOCKS, SAVED, TILES, Backend
 from scalerl_jax.model.attention.choose import Shapes, choose

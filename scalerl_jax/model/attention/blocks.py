@@ -1,17 +1,17 @@
-"""Attention in plain XLA, for every platform: queries are taken a block at a time, with the keys that matter to them.
+"""Attention in plain XLA, for every platform: queries are processed a block at a time, with only the keys they need.
 
 The scores of a whole row, [length, length], never exist. Three ways, by the row's length and its longest segment:
 
-    unrolled   few blocks: one after the other, each with just the keys it needs
+    unrolled   few blocks: one after the other, each with only the keys it needs
     windowed   many blocks, of short segments: all at once, each with a few blocks before it
-    looped     many blocks: a loop, whose program does not grow with the row; also where the queries are a part of it
+    looped     many blocks: a loop, whose program does not grow with the row; also if the queries are a part of it
 
-The backward pass is written out. It keeps q, k, v, the output and each query's log of the softmax's sum, makes the
-probabilities P again from them, and needs no other pass over the scores than
+The backward pass is explicit. It keeps q, k, v, the output and each query's log of the softmax's sum, recomputes the
+probabilities P from them, and needs no other pass over the scores than
 
     dV = P' dO      dS = P * (dO V' - rowsum(dO * O)) / sqrt(h)      dQ = dS K      dK = dS' Q
 
-Products take operands in the dtype given and accumulate in float32; everything between them is float32.
+Products have operands in the given dtype and accumulate in float32; everything between them is float32.
 
 Legend: R rows, L queries, S keys, K key/value heads, G query heads that share one, h head size, B queries of a block,
 W keys that a block sees or that a span has.
@@ -34,7 +34,7 @@ _SHORT_BLOCK = 64  # wastes less on short segments, and costs more operations on
 _SHORT_SEGMENT = 256
 MOST_UNROLLED = 8  # blocks: compile time grows with them
 _LOOP_BLOCK, LOOP_SPAN = 256, 512
-_MOST_SCORES = 2**28  # that exist at once where all blocks are one product: 1 GiB, and the backward pass has three
+_MOST_SCORES = 2**28  # at once, if all blocks are one product: 1 GiB; the backward pass has three such arrays
 
 
 def attend(
@@ -49,7 +49,8 @@ def attend(
     precision: jax.lax.Precision,
     backend: Backend = BLOCKS,
 ) -> jax.Array:
-    """q [rows, length, heads, h], k and v [rows, keys, kv_heads, h] -> like q. offset: None where they are one row."""
+    """q [rows, length, heads, h], k and v [rows, keys, kv_heads, h] -> like q. offset: of the first query among the
+    keys; None: the queries are whole rows."""
     del backend
     rows, length, heads, size = q.shape
     kv_heads = k.shape[2]
@@ -86,15 +87,16 @@ def attend_block_backward(q, k, v, mask, log_total, mean, g, precision):
     by_weight = _product(_rows(g), v, (1, 1), precision).reshape(weights.shape)
     by_score = (weights * (by_weight - mean) * (1 / math.sqrt(q.shape[-1]))).astype(q.dtype)
     dq = _product(_rows(by_score), k, (1, 0), precision).reshape(q.shape)
-    # The narrow operand first, and the keys last: on a CPU this is several times faster than the other way round.
+    # The narrow operand first, and the keys last: on a CPU several times faster than the opposite order.
     dk = _product(_rows(q), _rows(by_score), (0, 0), precision)
     dv = _product(_rows(g), _rows(weights.astype(v.dtype)), (0, 0), precision)
-    # Else the compiler turns the products round to save the transposition of their small results.
+    # Without the barrier the compiler swaps the operands to save the transposition of the products' small results.
     return dq, *jax.lax.optimization_barrier((dk, dv))
 
 
 def mask_of(query_segment: jax.Array, key_segment: jax.Array, offset: Any) -> jax.Array:
-    """[..., B], [..., W] -> [..., B, W]: of one segment, and not later. Query i stands at key offset + i."""
+    """[..., B], [..., W] -> [..., B, W]: True for keys of the query's segment that are not later. Query i is at key
+    offset + i."""
     queries, keys = query_segment.shape[-1], key_segment.shape[-1]
     causal = offset + jnp.arange(queries)[:, None] >= jnp.arange(keys)[None, :]
     return (query_segment[..., :, None] == key_segment[..., None, :]) & causal
@@ -117,12 +119,12 @@ def mean_of(out: jax.Array, g: jax.Array, axis: int) -> jax.Array:
 
 
 def kept(out: jax.Array, log_total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both as they are, under the name by which a remat policy may keep them: then no score is computed again."""
+    """Both unchanged, under the name by which a remat policy may keep them: then no score is recomputed."""
     return checkpoint_name(out, SAVED), checkpoint_name(log_total, SAVED)
 
 
 def heads_first(x: jax.Array, axis: int) -> jax.Array:
-    """Moves the length from `axis` to the place before the last, so that products are plain matrices in a batch."""
+    """Moves the length from `axis` to the second-to-last place, so that products are batched matrix products."""
     return jnp.moveaxis(x, axis, -2)
 
 
@@ -144,7 +146,7 @@ def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: A
     )
 
 
-# A row of few blocks, one after the other, each with the keys that it needs: no loop, and nothing wasted.
+# A row of few blocks, one after the other, each with the keys that it needs: no loop, and no wasted work.
 # The program grows with the number of blocks.
 
 
@@ -162,10 +164,10 @@ def _spans(length: int, block: int, back: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _in_turn(x: jax.Array, done: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-    """Both as they are, but `x` only once the last of `done` is there.
+    """Both unchanged, but `x` becomes available only after the last of `done`.
 
-    The blocks depend on nothing of each other, and a compiler that sees it (XLA's for GPUs) begins with the scores of
-    all of them: at 16k tokens and 32 heads that is 18 GiB where one block's take 1 GiB.
+    The blocks do not depend on each other, so some compilers (XLA's for GPUs) would start with the scores of all of
+    them: at 16k tokens and 32 heads that is 18 GiB, where one block's take 1 GiB.
     """
     if not done:
         return x, done
@@ -193,7 +195,7 @@ def unrolled_backward(block, back, precision, saved, g):
     mean = mean_of(out, g, 1)
     length = q.shape[1]
     dqs = []
-    # Sums of the blocks' parts, one per block of keys: each part is cut where the key blocks meet.
+    # Sums of the blocks' parts, one per block of keys: each part is split at the boundaries of key blocks.
     dks: list[Any] = [0.0] * math.ceil(length / block)
     dvs: list[Any] = [0.0] * math.ceil(length / block)
     for at, to in _spans(length, block, back):
@@ -220,7 +222,7 @@ def unrolled_backward(block, back, precision, saved, g):
 unrolled.defvjp(_unrolled_forward, unrolled_backward)
 
 
-# A row of very many blocks, all of them as one batched product: for segments of a few blocks at most.
+# A row of many blocks, all of them as one batched product: for segments of a few blocks at most.
 # Each block sees itself and `back` blocks before it.
 
 
@@ -231,7 +233,7 @@ def windowed(q, k, v, segment_ids, block, back, precision):
 
 
 def _cut(x: jax.Array, block: int) -> jax.Array:
-    """[R, L, ...] -> [R, blocks, B, ...]; padding stands at the end."""
+    """[R, L, ...] -> [R, blocks, B, ...]; padding is at the end."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)) + ((0, 0),) * (x.ndim - 2))
     return x.reshape(x.shape[0], -1, block, *x.shape[2:])
 
@@ -265,7 +267,7 @@ def _windowed_backward(block, back, precision, saved, g):
     dq = heads_last(dq, 2).reshape(rows, -1, *q.shape[2:])[:, :length]
 
     def back_to_row(x: jax.Array) -> jax.Array:
-        """[R, blocks, K, h, W] -> [R, L, K, h]: each block gets back what the windows that hold it found."""
+        """[R, blocks, K, h, W] -> [R, L, K, h]: each block sums the results of the windows that contain it."""
         x = x.reshape(*x.shape[:-1], back + 1, block)
         padded = ((0, 0), (0, back), (0, 0), (0, 0), (0, 0))
         total = sum(jnp.pad(x[..., i, :], padded)[:, back - i : back - i + x.shape[1]] for i in range(back + 1))
@@ -279,11 +281,10 @@ windowed.defvjp(_windowed_forward, _windowed_backward)
 
 # A row of many blocks, as a loop in a loop: a program of one size, whatever the row's length.
 #
-# Each block of queries goes over the spans of keys from the start of its first query's segment to itself, with a
-# running maximum and sum (flash attention, arXiv 2205.14135). Where it starts is read from the segment ids: a packed
-# row costs what its segments cost, and nothing of the size of the row by the row exists. The queries may be a part of
-# the row: query i stands at key offset + i.
-
+# Each block of queries iterates over the spans of keys from the start of its first query's segment to itself, with a
+# running maximum and sum (flash attention, arXiv 2205.14135). The start is read from the segment ids: a packed row
+# costs what its segments cost, and no array has the size of the row squared. The queries may be a part of the row:
+# query i is at key offset + i.
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
 def looped(q, k, v, query_segments, key_segments, offset, block, span, precision):
@@ -302,14 +303,14 @@ def _part(x: jax.Array, number: Any, size: int, axis: int = -2) -> jax.Array:
 
 
 def _first_keys(key_segments: jax.Array) -> jax.Array:
-    """[R, S] -> [S] int32: where the segment of each key starts; of all rows the first."""
+    """[R, S] -> [S] int32: the start of each key's segment, the minimum over all rows."""
     here = jnp.arange(key_segments.shape[1], dtype=jnp.int32)
     changes = jnp.pad(key_segments[:, 1:] != key_segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return jnp.min(jax.lax.cummax(jnp.where(changes, here, 0), axis=1), axis=0)
 
 
 class _Row:
-    """Both passes' view of a row: padded to whole blocks and spans, heads first."""
+    """A row as both passes use it: padded to whole blocks and spans, heads first."""
 
     def __init__(self, q, k, v, query_segments, key_segments, offset, block, span):
         self.block, self.span, self.offset = block, span, offset
@@ -317,14 +318,14 @@ class _Row:
         self.first = _first_keys(key_segments)
         self.q = _pad(heads_first(q, 1), -2, block)
         self.k, self.v = (_pad(heads_first(x, 1), -2, span) for x in (k, v))
-        # Of no segment, and not of each other's.
+        # Padding is in no segment, and that of queries and that of keys do not match.
         self.query_segments = _pad(query_segments, 1, block, -1)
         self.key_segments = _pad(key_segments, 1, span, -2)
         self.blocks = self.q.shape[-2] // block
         self.spans = -(-keys // span)
 
     def range_of(self, i: Any) -> tuple[jax.Array, jax.Array]:
-        """The spans of keys, from and up to, that the queries of block i can see."""
+        """The spans of keys, as (from, up to), that the queries of block i can see."""
         start = self.offset + i * self.block
         return self.first[start] // self.span, jnp.minimum(-(-(start + self.block) // self.span), self.spans)
 
@@ -348,8 +349,8 @@ def _looped_forward(q, k, v, query_segments, key_segments, offset, block, span, 
         def add(j: jax.Array, carry: Any) -> Any:
             top, total, out = carry
             scores = scores_of(queries, _part(row.k, j, span), row.mask(i, j), precision)
-            # A query that has seen nothing of its own yet sums up weights of masked keys; the first real score, at the
-            # latest its own, takes them away: exp(MASKED - score) is 0.
+            # A query that has not seen its own segment yet sums weights of masked keys; the first real score, at the
+            # latest its own, removes them: exp(MASKED - score) is 0.
             new = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
             weights, kept = jnp.exp(scores - new), jnp.exp(top - new)
             total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)

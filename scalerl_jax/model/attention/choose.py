@@ -1,8 +1,8 @@
-"""Which backend computes attention: chosen once, at the start, by the platform and the shapes.
+"""The choice of the attention backend: made once, at the start, by the platform and the shapes.
 
-TPU     splash, for bfloat16 and rows whose parts are whole numbers of 128 tokens
-NVIDIA  cudnn, for bfloat16: packed rows on Hopper or later with a jax that is known, else with a mask
-other   blocks, which goes everywhere and is never refused
+TPU     splash, for bfloat16 and rows whose parts are multiples of 128 tokens
+NVIDIA  cudnn, for bfloat16: packed rows on Hopper or later with a known version of jax, else with a mask
+other   blocks, which works everywhere and is never refused
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ import jax
 from scalerl_jax.model.attention import cudnn, splash
 from scalerl_jax.model.attention.backend import BLOCKS, TILES, Backend
 
-_MOST_MASK = 2**29  # bytes of a row's mask in bfloat16, up to which `auto` takes it: 16k tokens
+_MOST_MASK = 2**29  # the largest mask of a row in bfloat16, in bytes, that `auto` accepts: 16k tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What a backend has to be able to do."""
+    """The requirements for a backend."""
 
     seq_len: int  # of a row, all its parts together
     head_dim: int
@@ -29,11 +29,11 @@ class Shapes:
 
 
 class CannotHere(ValueError):
-    """A backend cannot be had on this device, or for these shapes."""
+    """A backend is not available on this device, or for these shapes."""
 
 
 def choose(wanted: str, device: jax.Device, shapes: Shapes) -> tuple[Backend, str]:
-    """The backend for config.model.attention, and a line on it. Raises ValueError where it cannot be had here."""
+    """The backend for config.model.attention, and a line on it. Raises ValueError if it is not available here."""
     if shapes.bitwise:
         return TILES, "attention: tiles, in plain XLA (config.numerics=bitwise)"
     if wanted == "blocks":
@@ -96,6 +96,6 @@ def _only_bfloat16(shapes: Shapes) -> None:
 
 
 def _compute_capability(device: jax.Device) -> tuple[int, ...]:
-    """Of an NVIDIA GPU; (0,) of everything else."""
+    """The compute capability of an NVIDIA GPU; (0,) for any other device."""
     found = str(getattr(device, "compute_capability", ""))
     return tuple(map(int, found.split("."))) if re.fullmatch(r"\d+\.\d+", found) else (0,)

@@ -1,12 +1,12 @@
 """Attention on NVIDIA GPUs: cuDNN's flash attention, of packed rows or with a mask.
 
-`attend_packed` gives cuDNN each segment's start and length: nothing outside the segments is computed. JAX has no public
-call for that, so the private one stands in one function, `_flash`, for the versions of jax in which it was read; Hopper
-or later. How many segments a row can hold is part of the program, and costs: of each that is not there cuDNN's backward
-pass still looks at every position, and it keeps the softmax's sums as [rows x segments, heads, length].
+`attend_packed` passes cuDNN each segment's start and length: nothing outside the segments is computed. JAX has no
+public call for that, so the private one is wrapped in one function, `_flash`, for the versions of jax that were
+checked; Hopper or later. The most segments of a row are part of the program, and cost: for each absent one cuDNN's
+backward pass still visits every position, and it keeps the softmax's sums as [rows x segments, heads, length].
 
-`attend_masked` is the public call, which takes a mask of [length, keys] beside a row: for older GPUs, other versions of
-jax, and rows that are cut along `context`.
+`attend_masked` is the public call, with a mask of [length, keys] per row: for older GPUs, other versions of jax, and
+rows that are sharded along `context`.
 """
 
 import contextlib
@@ -37,19 +37,19 @@ def attend_packed(
     precision: jax.lax.Precision,
     backend: Backend,
 ) -> jax.Array:
-    """As blocks.attend, of whole rows of at most backend.segments segments; 0 for padding."""
+    """As blocks.attend, for whole rows of at most backend.segments segments; 0 for padding."""
     del offset, query_segments, max_segment, precision
     starts, lengths = segments_of(key_segments, backend.segments)
-    # What cuDNN leaves at the padding, of the output and of the gradients, is whatever was in that memory.
+    # At padding cuDNN leaves arbitrary memory, in the output and in the gradients.
     real = (key_segments > 0)[..., None, None]
     q, k, v = (jnp.where(real, x, 0) for x in (q, k, v))
-    # Its offsets of keys are counted in the query's heads, in all versions read: so the keys get as many.
+    # cuDNN counts key offsets in query heads, in all versions checked: so the keys get as many heads.
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     return jnp.where(real, _flash(q, k, v, starts, lengths), 0)
 
 
 def most_segments(seq_len: int, longest: int) -> int:
-    """What a row is given room for: it is full where its segments are an eighth of the longest on average."""
+    """The segments that a row can hold: enough if their average is an eighth of the longest."""
     return min(8 * -(-seq_len // longest), max(8, _MOST_SUMS // seq_len), seq_len)
 
 
@@ -72,7 +72,7 @@ def attend_masked(
 
 
 def segments_of(segment_ids: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
-    """[rows, length] -> starts [rows, most + 1] and lengths [rows, most] int32, -1 where there is none. Padding, id 0,
+    """[rows, length] -> starts [rows, most + 1] and lengths [rows, most] int32, -1 for absent segments. Padding, id 0,
     is no segment."""
     before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     after = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
@@ -85,15 +85,15 @@ def segments_of(segment_ids: jax.Array, most: int) -> tuple[jax.Array, jax.Array
 
 
 def has_packed_call() -> bool:
-    """Whether `_flash` was read in this version of jax."""
+    """Whether `_flash` was checked with this version of jax."""
     first, end = FLASH_VERSIONS
     return first <= jax.__version_info__[:3] < end
 
 
 @contextlib.contextmanager
 def compiled_for(capability: tuple[int, ...], *, version: int) -> Iterator[None]:
-    """JAX asks this machine's GPU what it can, and this machine's cuDNN (90100 is 9.1). Inside, the answers are these:
-    of a GPU that is compiled for and may not be here."""
+    """Compiles for another GPU, which may be absent: inside, JAX sees this compute capability and cuDNN version (90100
+    is 9.1) instead of this machine's."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     asked = cudnn.check_compute_capability, cudnn.check_cudnn_version

@@ -1,8 +1,8 @@
-"""packed_attention: the one function of attention, whatever computes it and however the rows lie on a mesh.
+"""packed_attention: the single entry point of attention, for every backend and every sharding of the rows.
 
-On a mesh each device works on its own rows and heads (`jax.shard_map`). Where positions are cut along `context`, a
+On a mesh each device works on its own rows and heads (`jax.shard_map`). If positions are sharded along `context`, a
 device keeps its queries and gathers the keys and values of their whole rows: with grouped-query attention these are the
-smaller part, and the gather's transpose sums their cotangents where they came from.
+smaller part, and the gather's transpose sums their cotangents on the device they came from.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from scalerl_jax.model.attention import blocks, cudnn, splash, tiles
 from scalerl_jax.model.attention.backend import BLOCKS, Backend
 from scalerl_jax.model.sharding import ROWS
 
-# q [rows, length, heads, h], k and v [rows, keys, kv_heads, h], query_segments, key_segments; offset: of the first
-# query in its row, None where the queries are all of it
+# Arguments: q [rows, length, heads, h], k and v [rows, keys, kv_heads, h], query_segments, key_segments; offset: of the
+# first query in its row, None if the queries are the whole row
 BACKENDS: dict[str, Callable[..., jax.Array]] = {
     "blocks": blocks.attend,
     "splash": splash.attend,
@@ -44,11 +44,11 @@ def packed_attention(
 
     Args:
       q, k, v: [rows, length, heads, h] and, with kv_heads, k and v. heads is a multiple of kv_heads.
-      segment_ids: [rows, length] int32. The tokens of a segment stand side by side. To cut attention further, into
-        chunks of a segment say, give each part an id of its own.
+      segment_ids: [rows, length] int32. The tokens of a segment are contiguous. To restrict attention further, for
+        example to chunks of a segment, give each part a separate id.
       max_segment: bounds the length of every segment; None: the row's.
-      mesh: rows are cut along ROWS, positions along context, heads along tensor. None: one device has all of it.
-      backend: as `choose` finds it; its name is one of BACKENDS.
+      mesh: rows are sharded along ROWS, positions along context, heads along tensor. None: a single device.
+      backend: as returned by `choose`; its name is one of BACKENDS.
 
     Returns: like q.
     """
@@ -69,7 +69,7 @@ def packed_attention(
         offset = jax.lax.axis_index("context") * segments.shape[1]
         return attend(q, k, v, segments, of_row, offset=offset, **settings)
 
-    # Kernels and collectives inside say nothing of what varies over which axis, so that is not checked.
+    # Kernels and collectives inside do not declare over which axes values vary, so that is not checked.
     mapped = jax.shard_map(
         local, mesh=mesh, in_specs=(rows, rows, rows, P(ROWS, "context")), out_specs=rows, check_vma=False
     )
@@ -77,7 +77,7 @@ def packed_attention(
 
 
 def _cut_heads(q: jax.Array, k: jax.Array, v: jax.Array, mesh: Mesh) -> tuple[str | None, jax.Array, jax.Array]:
-    """The axis that heads are cut along, and keys and values with as many heads as that needs."""
+    """The axis that shards heads, and keys and values with as many heads as that needs."""
     parts, heads, kv_heads = mesh.shape["tensor"], q.shape[2], k.shape[2]
     if heads % parts:
         return None, k, v

@@ -1,10 +1,10 @@
 """Attention on TPUs: the splash kernels of JAX's Pallas library, with segment ids.
 
-The kernels skip what the static mask excludes, a block at a time: what is later, and what is further back than the
-longest segment. Segments that end inside it are masked, not skipped. Grouped queries share their keys in the kernel.
+The kernels skip what the static mask excludes, a block at a time: later keys, and those further back than the longest
+segment. Segments that end inside it are masked, not skipped. Grouped queries share their keys in the kernel.
 
-Queries that are a part of their row (`context`) have a mask of their own: it is made for all parts at once, and each
-device takes its part by its offset.
+Queries that are a part of their row (`context`) need a part of the mask: it is made for all parts at once, and each
+device selects its part by its offset.
 
 Products are of bfloat16 operands; 1 / sqrt(h) is multiplied into the queries and rounded there. The sizes of blocks
 were chosen to compile in every chip's memory, and never timed.
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from scalerl_jax.model.attention.backend import SAVED, Backend
 
-LANES = 128  # a row's parts are whole numbers of these
-# Queries and keys of a block at most: by what compiles in the memory beside a core, forward and backward.
+LANES = 128  # a row's parts are multiples of this
+# The most queries and keys of a block: such that forward and backward compile in the memory of a core.
 _BLOCK = 1024
 _SMALL_BLOCK = 512
 _SMALL_CHIPS = ("v2", "v3", "v4")
@@ -52,7 +52,7 @@ def attend(
 
 
 def block_sizes(chip: str, head_dim: int, length: int, keys: int) -> tuple[int, int]:
-    """(queries, keys) of a block: the largest that divide, and that the chip takes."""
+    """(queries, keys) of a block: the largest sizes that divide, and that fit the chip."""
     small = head_dim > _LARGE_HEAD or any(part in chip for part in _SMALL_CHIPS)
     most = _SMALL_BLOCK if small else _BLOCK
     return _dividing(length, most), _dividing(keys, most)
@@ -90,7 +90,7 @@ def _kernel(heads: int, head_dim: int, length: int, keys: int, max_segment: int,
 
 
 def _part(kernel: Any, number: jax.Array, parts: int) -> Any:
-    """The kernel of one part of the row's queries, out of that of all parts."""
+    """The kernel of one part of the row's queries, from that of all parts."""
 
     def of(x: jax.Array | None, axis: int) -> jax.Array | None:
         if x is None:
@@ -99,7 +99,7 @@ def _part(kernel: Any, number: jax.Array, parts: int) -> Any:
         return jax.lax.dynamic_slice_in_dim(x, number * size, size, axis)
 
     def of_mask(info: Any) -> Any:
-        # Where the mask is computed in the kernel there are no blocks of it to be cut.
+        # If the kernel computes the mask, there are no mask blocks to be split.
         assert info.partial_mask_blocks is None
         steps = {name: of(getattr(info, name), 1) for name in ("data_next", "mask_next", "block_mask")}
         return info._replace(**steps, q_sequence=of(info.q_sequence, 0))

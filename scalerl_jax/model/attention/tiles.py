@@ -1,11 +1,10 @@
 """Attention whose numbers are the same to the bit in packed rows and in a generator's slots: config.numerics=bitwise.
 
-A query goes over the keys of its segment in tiles of TILE from the segment's first, with a running maximum and sum
+A query iterates over the keys of its segment in tiles of TILE from the segment's first, with a running maximum and sum
 (flash attention, arXiv 2205.14135), as one of a block of QUERIES: query i of its segment is row i % QUERIES there. ROWS
-blocks are computed at once (see row_blocks.py): in the trainer blocks of neighbours, in the generator one for each
-slot, of which one row counts. So both multiply the same shapes, and each query adds up the same tiles in the same
-order. A tile that a query sees nothing of changes nothing, not a bit: the maximum stays, the factor is exp(0) = 1, and
-the summands are 0.
+blocks are computed at once (see row_blocks.py): in the trainer neighboring blocks, in the generator one for each slot,
+of which one row is used. So both multiply the same shapes, and each query adds up the same tiles in the same order. A
+tile without visible keys changes no bit: the maximum stays, the factor is exp(0) = 1, and the summands are 0.
 
 Segments start at multiples of TILE. The backward pass is that of the other ways (blocks.py).
 
@@ -36,7 +35,7 @@ from scalerl_jax.model.row_blocks import QUERIES, ROWS, TILE, barrier, in_a_loop
 
 Tile = Callable[[Any], tuple[jax.Array, jax.Array]]  # number -> keys [W, K, h, T], values [W, K, T, h]
 
-_UNSEEN = 1e30  # log of the sum of a query that sees nothing: its probabilities are 0 in the backward pass
+_UNSEEN = 1e30  # log of the sum for a query without visible keys: its probabilities are 0 in the backward pass
 
 
 def attend(
@@ -51,7 +50,7 @@ def attend(
     precision: jax.lax.Precision,
     backend: Backend,
 ) -> jax.Array:
-    """As blocks.attend, of whole rows."""
+    """As blocks.attend, for whole rows."""
     del query_segments, backend
     assert offset is None
     rows, length, heads, size = q.shape
@@ -70,7 +69,7 @@ def _tiled_forward(q, k, v, segment_ids, longest, precision):
     dtype = str(q.dtype)
 
     def on_cpu(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> Any:
-        wide = (x.astype(jnp.float32) for x in (q, k, v))  # as the generator's keys and values lie there
+        wide = (x.astype(jnp.float32) for x in (q, k, v))  # the dtype of the generator's keys and values
         return _rows_over_tiles(*wide, segment_ids, dtype, precision)
 
     out, log_total = jax.lax.platform_dependent(
@@ -82,7 +81,8 @@ def _tiled_forward(q, k, v, segment_ids, longest, precision):
 
 
 def _rows_over_tiles(q, k, v, segment_ids, dtype, precision):
-    """(of `dtype` [R, K, G, L, h], log of the sums [R, K, G, L, 1] float32) of q, k and v in the dtype of products."""
+    """(output in `dtype` [R, K, G, L, h], log of the sums [R, K, G, L, 1] float32) for q, k and v in the dtype of
+    products."""
     rows, length, kv_heads, group, size = q.shape
     padded = -(-length // TILE) * TILE
 
@@ -107,7 +107,7 @@ def _rows_over_tiles(q, k, v, segment_ids, dtype, precision):
     changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     starts = jax.lax.cummax(jnp.where(changes, here, 0), axis=1)
     seen = jnp.where(segment_ids > 0, here - starts + 1, 0)
-    # Of the tiles of all rows, the first of each block's segment: a block of a segment begins with a query of it.
+    # The first tile of each block's segment, among the tiles of all rows: a block's first query is in its segment.
     first = starts // TILE + jnp.arange(rows)[:, None] * (padded // TILE)
 
     def chunk(xs: Any, tiles: Any) -> Any:
@@ -124,8 +124,8 @@ def _rows_over_tiles(q, k, v, segment_ids, dtype, precision):
 
 
 def over_tiles(q: jax.Array, seen: jax.Array, tile: Tile, dtype: str, precision: Any) -> tuple[jax.Array, jax.Array]:
-    """q [W, K, G Q, h] over the first `seen` [W, Q] keys of each -> (of `dtype` like q, log of the sum [W, K, G Q, 1]
-    float32). q and the tiles are of the dtype of products, their values of `dtype`."""
+    """q [W, K, G Q, h] over the first `seen` [W, Q] keys of each -> (like q in `dtype`, log of the sum [W, K, G Q, 1]
+    float32). q and the tiles are in the dtype of products, with values of `dtype`."""
     dot: Any = {"precision": precision, "preferred_element_type": jnp.float32}
     batch = ((0, 1), (0, 1))
 
@@ -166,8 +166,8 @@ _tiled.defvjp(_tiled_forward, _tiled_backward)
 
 
 def attend_slots(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array, precision: Any) -> jax.Array:
-    """One query of each slot: q [B, H, h] over k [B, K, h, S] and v [B, K, S, h], of which positions 0..position [B]
-    count -> like q. S is a multiple of TILE."""
+    """One query of each slot: q [B, H, h] over positions 0..position [B] of k [B, K, h, S] and v [B, K, S, h] -> like
+    q. S is a multiple of TILE."""
     slots, heads, size = q.shape
     kv_heads = k.shape[1]
     outs = []
@@ -175,7 +175,7 @@ def attend_slots(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array, 
         count = min(ROWS, slots - at)
 
         def rows(x: jax.Array, axis: int | None = None, number: Any = 0, at: int = at, count: int = count) -> jax.Array:
-            """Of these slots, one tile of them along an axis; padding behind them."""
+            """The data of these slots, or one tile of it along an axis; padding after them."""
             x = jax.lax.slice_in_dim(x, at, at + count)
             x = x if axis is None else jax.lax.dynamic_slice_in_dim(x, number * TILE, TILE, axis)
             return jnp.pad(x, ((0, ROWS - count),) + ((0, 0),) * (x.ndim - 1))

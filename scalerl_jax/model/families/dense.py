@@ -1,4 +1,4 @@
-"""The weights and the two halves of a dense layer, for the families that have them; a family's own parts are optional.
+"""The weights and the two halves of a dense layer, for families that use them; biases and head norms are optional.
 
 x += output(attend(rope(norm(query(h))), rope(norm(key(h))), value(h)))   h = rms_norm(x)
 x += down(silu(gate(h)) * up(h))                                          h = rms_norm(x)

@@ -1,4 +1,4 @@
-"""Llama 3.x; the rescaled frequencies of 3.1 are the config's."""
+"""Llama 3.x; the rescaled frequencies of 3.1 are read from the config."""
 
 from collections.abc import Callable
 from typing import Any

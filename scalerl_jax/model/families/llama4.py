@@ -1,4 +1,4 @@
-"""Llama 4, its text model (Scout): layers of two kinds, experts in each.
+"""Llama 4's text model (Scout): layers of two kinds, experts in each.
 
     local    q, k = l2(rope(q)), l2(rope(k)); a token attends inside its chunk of attention_chunk positions
     global   every nope_interval-th: no positions; q times  1 + attn_scale log(1 + floor((t + 1) / floor_scale))
@@ -6,14 +6,14 @@
     x += output(attend(q, k, v))                                          h = rms_norm(x)
     x += shared(h) + sum of k experts e:  expert_e(sigmoid(router_e(h)) h)   h = rms_norm(x)
 
-RoPE turns neighbors as pairs, and not halves as in the other families; l2 is an RMSNorm without a scale. One compiled
-layer serves both kinds: `w.local` says which it is.
+RoPE rotates neighbors as pairs, not halves as in the other families; l2 is an RMSNorm without a scale. One compiled
+layer serves both kinds: `w.local` selects the kind.
 
 In the files gate and up of all experts are one tensor [experts, in, 2 out] and down is [experts, in, out]; published
-folders hold the text model beside one for images, of which nothing is read.
+folders also hold a model for images, which is not read.
 
 Left out on purpose: layers without experts (Maverick's), and images. vLLM keeps query and key in another order, so its
-engine does not take this family.
+engine does not support this family.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ ONLY: dict[str, Any] = {"attention_bias": False, "interleave_moe_layer_step": 1}
 IN_VLLM = False
 
 DEFAULT_THETA = 500_000.0
-_DEFAULTS = {  # transformers', for keys that files leave out; sizes of the model it has, too, which are no model's
+_DEFAULTS = {  # transformers', for keys that files leave out; its default sizes are no real model's, and not used
     "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "use_qk_norm": True, "attn_temperature_tuning": True,
     "floor_scale": 8192, "attn_scale": 0.1, "rms_norm_eps": 1e-5, "head_dim": 128, "max_position_embeddings": 131_072,
 }  # fmt: skip
@@ -71,11 +71,11 @@ ROWS = (
 
 
 def plain(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json of this family with its layers' kinds as one number. Raises ValueError where it has other kinds."""
+    """A config.json of this family with the kinds of its layers as one number. Raises ValueError for other kinds."""
     out = {**_DEFAULTS, **config}
     layers, interval = out.get("num_hidden_layers"), out["no_rope_layer_interval"]
     if not isinstance(layers, int) or not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
-        return out  # and this is said where all numbers are read
+        return out  # and the error is raised where all numbers are read
     listed = out.pop("no_rope_layers", None)
     if listed:  # 1: with RoPE
         listed = [bool(entry) for entry in listed] if isinstance(listed, list) else []
@@ -89,7 +89,7 @@ def plain(config: Mapping[str, Any]) -> Mapping[str, Any]:
     ):
         if found != wanted:
             raise ValueError(f"{key} has other layers than every {interval}th without RoPE, and experts in each")
-    # Of layers without experts; and a number where older files have it for true.
+    # The first belongs to layers without experts; older files have a number instead of true in the second.
     out.pop("intermediate_size_mlp", None)
     if isinstance(out["attn_temperature_tuning"], int):
         out["attn_temperature_tuning"] = bool(out["attn_temperature_tuning"])

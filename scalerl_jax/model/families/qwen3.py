@@ -7,7 +7,7 @@ from scalerl_jax.model.families import dense
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 ONLY = {"attention_bias": False}
-IMPLIED = {"use_qk_norm": True}  # some folders say what the family always has
+IMPLIED = {"use_qk_norm": True}  # some folders repeat what the family always has
 ROWS = (*dense.EMBED, *dense.ATTENTION, *dense.HEAD_NORMS, *dense.MLP, *dense.AFTER)
 
 

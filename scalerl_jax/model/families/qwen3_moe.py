@@ -2,11 +2,12 @@
 
     x += sum of k experts e:  weight_e * down_e(silu(gate_e(h)) * up_e(h))       h = rms_norm(x)
 
-the k of the highest probability among softmax(router(h)); weight_e is that probability, of which norm_topk_prob makes
-parts of 1. One tensor [experts, out, in] holds a projection of all experts; published folders hold them one by one.
+for the k experts of the highest probability in softmax(router(h)); weight_e is that probability, normalized to a sum of
+1 with norm_topk_prob. One tensor [experts, out, in] holds a projection of all experts; published folders hold each
+expert separately.
 
 Left out on purpose: layers without experts (mlp_only_layers, decoder_sparse_step; no published model has them), and
-the auxiliary loss: training leaves the balance alone, and shows it.
+the auxiliary loss: training does not act on the balance, and reports it.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ FIELDS = {
 }
 ALIASES = {"num_local_experts": "num_experts"}  # transformers 5
 ONLY: dict[str, Any] = {"attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
-IMPLIED = {"use_qk_norm": True}  # some folders say what the family always has
+IMPLIED = {"use_qk_norm": True}  # some folders repeat what the family always has
 
 _GATE_UP, _DOWN = "mlp.experts.w13_weight", "mlp.experts.w2_weight"
 _OUT, _IN = ("experts", "expert_mlp", "width"), ("experts", "width", "expert_mlp")
