@@ -1,7 +1,7 @@
-"""Policies, one after another, on a fleet that only evaluates: the fleet of a run that trains nothing.
+"""Evaluates policies one after another on a fleet that only evaluates, for a run that does not train.
 
-    version v     the v-th policy given; every server is brought to it whole, and samples for it alone
-    a server      is admitted when it samples what it was sent; there are no log-probs here to compare with
+    version v     the v-th policy given; every server gets a full sync of it, and samples for it alone
+    a server      is admitted when it samples with what it was sent; there are no trainer log-probs to compare with
 
 Requests, seeds and budgets are those of a run's own evaluations (requests.py), so the same policy, prompts and config
 give the same completions. A server that holds a trainer's weights is left alone: its trainer would lose it for good.
@@ -30,10 +30,10 @@ from scalerl_jax.rollouts.weights.publisher import Source
 
 
 def check_server(server: str, status: pb.StatusReply, *, expected: Expected, ours: int, take_over: bool) -> None:
-    """Raises ProbeError where a server is not one for this evaluation.
+    """Raises ProbeError if a server cannot be used for this evaluation.
 
-    ours: the incarnation that we evaluate under. take_over: also one that holds a trainer's weights.
-    expected.model_config "": of a family that only its engine knows.
+    ours: the incarnation of this evaluation. take_over: also accept a server that holds a trainer's weights.
+    expected.model_config is "" for a model family that only the server's engine knows.
     """
     if status.version.incarnation not in (0, ours) and not take_over:
         raise ProbeError(
@@ -45,7 +45,7 @@ def check_server(server: str, status: pb.StatusReply, *, expected: Expected, our
 
 
 class Evaluator:
-    """A context manager. Raises FleetError or ProbeError, one line, where no server can be had."""
+    """A context manager. Raises FleetError or ProbeError, one line, if no server can be used."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class Evaluator:
         take_over: bool = False,
         check: Callable[[], None] = lambda: None,
     ):
-        """expected: of every server that is met. take_over: servers that hold a trainer's weights are taken from it.
+        """expected: what every server must have. take_over: also use servers that hold a trainer's weights.
 
-        check: called while an evaluation goes on; what it raises ends that.
+        check: called during an evaluation; what it raises ends it.
         """
         self._samples, self._version = config.evaluation.samples, -1
         incarnation = Incarnation(time.time_ns())
@@ -96,7 +96,7 @@ class Evaluator:
     def evaluate(self, weights: Source, rows: Sequence[Row], *, wait: Callable[[str], None]) -> Iterator[FinishedGroup]:
         """The samples of each row by the policy with these weights (Hugging Face names, sync dtype), in whatever order.
 
-        wait: called about five times a second, with a line on the servers that do not sample ("": all do).
+        wait: called about five times a second with a line about the servers that are not sampling, or "" if all are.
         """
         self._version += 1
         fleet, done = self._fleet, set[int]()
@@ -105,6 +105,7 @@ class Evaluator:
             fleet.advance(self._version)
         evaluation = fleet.evaluate(self._version, rows, self._samples)
         while len(done) < len(rows):
+            self._check()
             for candidate in fleet.candidates.due():
                 fleet.candidates.admit(candidate.process.address)
             found = fleet.evaluated(but=done)

@@ -83,7 +83,7 @@ class Completions:
 
     def __init__(self, path: str, step: int, rows: Sequence[Row], *, samples: int):
         """Raises ValueError naming file and row if the file holds other prompts."""
-        self._path, self._step, self._samples = path, step, samples
+        self._path, self._step = path, step
         self.prompts: dict[int, Prompt] = {}
         by_index = {row.index: row for row in rows}
         kept = []

@@ -1,9 +1,15 @@
 """Evaluations: every token of one version, the same request each time, training goes on where servers are left."""
 
+import concurrent.futures
+
 import pytest
 
 from scalerl_jax.rollouts.errors import EvaluationLost
-from tests.rollouts.small_trainer import Trainer, config, row, score
+from scalerl_jax.rollouts.evaluator import Evaluator
+from scalerl_jax.rollouts.fleet import Servers
+from scalerl_jax.rollouts.requests import Requests
+from scalerl_jax.rollouts.servers.validate_status import Expected
+from tests.rollouts.small_trainer import VOCABULARY, ByteTokenizer, Trainer, config, row, score, weights
 from tests.support.waiting import eventually
 
 HELD_OUT = [row(5000 + i) for i in range(12)]
@@ -209,3 +215,31 @@ def test_every_evaluation_asks_for_the_same(start):
         both = places[0].keys() & places[1].keys()
         assert len(both) > 5
         assert all(places[0][name] == places[1][name] for name in both)
+
+
+def test_an_evaluator_ends_by_what_its_check_raises(start):
+    """As that of local servers of which one cannot be restarted."""
+    servers, made, lines = start(BRISK), config(), []
+    hold_back(servers, 0)
+
+    def check() -> None:
+        if lines:
+            raise RuntimeError("server 0 cannot be restarted")
+
+    def wait(line: str) -> None:
+        assert not lines, "it went on"
+        lines.append(line)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as scorers:
+        evaluator = Evaluator(
+            made,
+            Servers([server.address for server in servers], probe_prompts=HELD_OUT, vocabulary=VOCABULARY),
+            expected=Expected("replay", "{}", "float32"),
+            requests=Requests(made, ByteTokenizer()),
+            score=lambda row, completion: scorers.submit(score, row, completion),
+            take_over=True,
+            check=check,
+        )
+        with evaluator, pytest.raises(RuntimeError, match="cannot be restarted"):
+            list(evaluator.evaluate(weights(0), HELD_OUT, wait=wait))
+    let_go(servers)
