@@ -4,12 +4,12 @@ Left alone, JAX takes three quarters of every GPU that it sees as soon as it com
 finds none. With n GPUs and s local servers:
 
     n > s    each of the last s GPUs is one server's; the trainer has all others
-    else     server i is on GPU i mod n, and those on one GPU take `share` of its memory between them; the trainer is on
-             all GPUs, and takes of each what they leave, less SPARE
+    else     server i is on GPU i mod n, and the servers on one GPU together have the fraction `share` of its memory;
+             the trainer is on all GPUs, with 1 - share - SPARE of the memory of each
 
-A user's own word on JAX's memory (XLA_PYTHON_CLIENT_MEM_FRACTION and its like) is kept: then nothing is set here.
+If the user has set JAX's memory (XLA_PYTHON_CLIENT_MEM_FRACTION and similar variables), nothing is set here.
 
-Left out on purpose: TPUs, which one process has to itself, and several hosts; both use --servers.
+Left out on purpose: TPUs, which only one process can use, and several hosts; both use --servers.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from scalerl_jax.system.platforms import jax_uses_gpus, visible_gpus
 
 # The share of a shared GPU's memory left free: every process also has a CUDA context and the libraries' workspace.
 SPARE = 0.1
-LEAST_VLLM = 0.05  # the least that scalerl-serve takes for --device_memory
+LEAST_VLLM = 0.05  # the least value that scalerl-serve accepts for --device_memory
 _OWN_CHOICE = (
     "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
@@ -29,26 +29,28 @@ _OWN_CHOICE = (
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
-    """What is added to each process's environment."""
+    """Variables to add to each process's environment."""
 
     trainer: dict[str, str]
     servers: list[dict[str, str]]  # one for each local server
-    vllm_memory: float  # the share of its GPU that each server may take, for vLLM, which asks for it by a flag
-    sentence: str  # for the user; empty: there is nothing to say
+    vllm_memory: float  # the share of its GPU that each server may use; vLLM gets it as a flag
+    sentence: str  # for the user
 
 
 def share_out(
     *, servers: int, share: float, engine: str = "jax", environment: Mapping[str, str] | None = None
 ) -> Sharing | None:
-    """How trainer and local servers share this machine's GPUs; None: there are none, or the user has chosen.
+    """Splits this machine's GPUs between trainer and local servers.
 
-    Raises ValueError where the share of a server is one that its engine cannot take.
+    Returns None without GPUs, without local servers, or if the user has set JAX's memory.
+
+    Raises ValueError where a server's share is less than its engine accepts.
 
     Args:
-        servers: how many local ones.
-        share: of a GPU's memory, for the local servers on it together where the trainer is on it too.
-        engine: of the servers.
-        environment: default: this process's own.
+        servers: number of local servers.
+        share: share of a GPU's memory for all local servers on it together, where the trainer is on it too.
+        engine: the servers' engine.
+        environment: environment variables to read; by default this process's.
     """
     environment = os.environ if environment is None else environment
     if any(environment.get(name) for name in _OWN_CHOICE):

@@ -1,14 +1,14 @@
-"""The commands: what needs no imports (--help, a flag or a config that cannot be) is answered, then the module runs.
+"""The commands. --help, wrong flags and wrong configs are answered without heavy imports; then the module runs.
 
-Those that compute have malloc tuned:
+Commands that compute run with a tuned malloc:
 
-    glibc.malloc.hugetlb=1     XLA on a CPU takes every result and every temporary from malloc and gives it back, and
-                               the kernel clears each page again. With pages of 2 MiB that is a fraction of the work.
-    glibc.malloc.arena_max=N   One arena a core, not eight. What is free in one arena is of no use to the threads of
-                               another: a trainer of many threads holds a fifth more memory over eight, and longer.
+    glibc.malloc.hugetlb=1     XLA on a CPU allocates and frees every result and every temporary with malloc, and the
+                               kernel clears each page every time. With pages of 2 MiB that is a fraction of the work.
+    glibc.malloc.arena_max=N   One arena a core, not eight. Free memory of one arena cannot be used by the threads of
+                               another: with eight, a trainer of many threads holds a fifth more memory, and longer.
 
 glibc (2.35 or newer) reads GLIBC_TUNABLES once, at the start of a process. So a command without these re-executes
-itself before anything large is imported; its children inherit the variable. A user's own choice of either is kept.
+itself before anything large is imported; its children inherit the variable. If the user has set either, it is kept.
 
 Left out on purpose: `python -m` starts the modules as they are.
 """
@@ -29,9 +29,9 @@ CURVES = "scalerl_jax.scaling.commands"
 
 
 def with_tuned_malloc(environment: Mapping[str, str], *, glibc: str, cores: int) -> dict[str, str] | None:
-    """The environment in which malloc is tuned; None: nothing is to be changed.
+    """The environment in which malloc is tuned, or None if nothing has to change.
 
-    glibc: "glibc 2.36", as the system names its C library; anything else has no such settings.
+    glibc: the system's name of its C library, such as "glibc 2.36"; other libraries have no such settings.
     """
     name, _, version = glibc.partition(" ")
     if name != "glibc" or tuple(int(part) for part in version.split(".")[:2]) < OLDEST_GLIBC:
@@ -45,7 +45,7 @@ def with_tuned_malloc(environment: Mapping[str, str], *, glibc: str, cores: int)
 
 
 def restart_with_tuned_malloc() -> None:
-    """Returns where there is nothing to change; otherwise re-executes this process, and never returns."""
+    """Re-executes this process with a tuned malloc, and then never returns; returns if nothing has to change."""
     if sys.platform == "linux" and "CS_GNU_LIBC_VERSION" in os.confstr_names:
         glibc = os.confstr("CS_GNU_LIBC_VERSION") or ""
         environment = with_tuned_malloc(os.environ, glibc=glibc, cores=os.cpu_count() or 1)
@@ -63,9 +63,11 @@ def _run(
     tuned: bool = False,
     check: early_checks.Check | None = None,
 ) -> None:
-    """define: the command's flags. config: it takes --config. default: that without one. tuned: its malloc is.
+    """Answers what needs no imports, then imports and runs the module of one command.
 
-    later: without --config it is known to the command alone. check: of what it is given, before it is imported.
+    define: defines the command's flags. config: the command has --config. default: its config without --config.
+    later: without --config only the command itself can find its config. tuned: malloc is tuned.
+    check: checks the arguments before the command is imported.
     """
     define()
     asked = entry.answer_at_once(module, config=config, default=default, later=later)
@@ -73,7 +75,7 @@ def _run(
         restart_with_tuned_malloc()
     if asked is not None and check is not None:
         entry.check_early(functools.partial(check, *asked))
-    with signals.installed():  # an interrupted import ends in whatever error the module at hand makes of it
+    with signals.installed():  # an interrupted import can end in any error of the imported module
         signals.expect("interrupted")
         signals.be(signals.EXIT)
         command = importlib.import_module(module)
@@ -81,7 +83,7 @@ def _run(
 
 
 def _importing(*modules: str) -> Callable[[], None]:
-    """Modules that define flags as they are imported."""
+    """A function that imports these modules, which define flags when imported."""
 
     def define() -> None:
         for module in modules:

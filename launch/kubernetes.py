@@ -3,23 +3,24 @@
     storage.yaml       PersistentVolumeClaims: /runs (the workdir), /models
     model.yaml         --hub_model: a Job that brings model and data set to /models
     tls.yaml           an authority and a certificate for the generators, by cert-manager
-    generators.yaml    a Deployment, its headless Service, who may reach it, how many may be taken away at a time
+    generators.yaml    a Deployment, its headless Service, a NetworkPolicy, a PodDisruptionBudget
     autoscaling.yaml   --autoscale: a HorizontalPodAutoscaler, or a ScaledObject of KEDA
     config.yaml        the config, whole, as a ConfigMap
-    trainer.yaml       a JobSet (or a LeaderWorkerSet), and its budget of disruptions
+    trainer.yaml       a JobSet (or a LeaderWorkerSet), its PodDisruptionBudget, a NetworkPolicy
     apply.sh           makes the namespace and the token's Secret, then applies these
 
 The files are templates/kubernetes/ with the values from here. The trainer finds the generators by the name of their
-Service (--servers=dns:///...): those that answer health checks are in it, and only those. No secret is ever in a file
-here, nor in a command line.
+Service (--servers=dns:///...), which lists exactly those that answer health checks. No secret is ever in a file here,
+nor in a command line.
 
 --autoscale: as many generators as are kept busy.
 
     wanted = completions being sampled / (slots of one * --busy_target)
 
-Where the generators are the slower side every slot is busy, and the rule asks for 1 / busy_target of those there are.
-Where the trainer is, they stand still in part, and it asks for what would be busy to that share. What waits in their
-queues says less: the trainer keeps those short by itself (servers/calls.py), however many generators there are.
+If the generators are the slower side, every slot is busy, and the rule asks for 1 / busy_target times as many
+generators. If the trainer is the slower side, some slots are idle, and the rule asks for as many generators as would
+be busy to busy_target. Queue length is no signal: the trainer keeps the queues short (servers/calls.py), however many
+generators there are.
 """
 
 import dataclasses
@@ -46,23 +47,23 @@ from scalerl_jax.contract.limits import STOP_SECONDS
 from scalerl_jax.environments import parts, sandbox_command
 
 TLS, TOKEN, CONFIG, RUNS, MODELS = "/etc/scalerl/tls", "/etc/scalerl/token", "/etc/scalerl/config", "/runs", "/models"
-HEALTH_SERVICE = "scalerl.v1.Rollout"  # of rollout.proto, as grpc.health.v1 knows it
+HEALTH_SERVICE = "scalerl.v1.Rollout"  # the service of rollout.proto, as grpc.health.v1 names it
 BUSY_METRIC = "scalerl_generator_busy_slots"
-TOLERANCE = 0.1  # of a HorizontalPodAutoscaler: so near to its target it leaves things as they are
+TOLERANCE = 0.1  # a HorizontalPodAutoscaler does not act on a relative deviation below this
 BUSY_SHARE = 0.8  # of the generators' slots; 1 / BUSY_SHARE must be beyond the tolerance
-_START_PROBES = 180  # health checks, 10 s apart, until a server must serve: loading and compiling take minutes
-_STOP_MARGIN_SECONDS = 10  # beyond what a server gives itself to stop
+_START_PROBES = 180  # health checks, 10 s apart, before a server must serve: loading and compiling take minutes
+_STOP_MARGIN_SECONDS = 10  # added to the time that a server needs to stop
 
 
 def most_in_flight(config: Config) -> int:
-    """Completions of training that are asked for at once at most, by rollouts/pacing.py."""
+    """The most training completions in flight at once, by the rule of rollouts/pacing.py."""
     batches = config.pacing.max_off_policy_steps + (config.pacing.kind == "pipeline")
     return batches * config.rollout.prompts_per_step * config.rollout.group_size
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """What only a Kubernetes cluster needs to be told; see launch_flags.py."""
+    """Settings that only Kubernetes needs; see launch_flags.py."""
 
     namespace: str = "default"
     trainer_image: str = ""
@@ -89,7 +90,7 @@ class Cluster:
     prometheus: str = ""
 
     def check(self, settings: Settings) -> None:
-        """Raises ValueError, one line that names the flag."""
+        """Raises ValueError, one line that names the flag, where a setting is wrong."""
         for part, machine, image in (
             ("trainer", settings.trainer, self.trainer_image), ("generator", settings.generator, self.generator_image),
         ):  # fmt: skip
@@ -145,7 +146,7 @@ class Cluster:
 
 
 def render(settings: Settings, cluster: Cluster) -> list[RenderedFile]:
-    """The files of a launch. Raises ValueError that names the flag where it cannot be."""
+    """The files of a launch. Raises ValueError that names the flag where a setting is wrong."""
     cluster.check(settings)
     values = _values(settings, cluster)
     generates, trains = settings.generator is not None, settings.trainer is not None
@@ -170,18 +171,21 @@ def render(settings: Settings, cluster: Cluster) -> list[RenderedFile]:
 
 
 def labels(run: str, component: str = "") -> dict[str, str]:
-    """By which a Service, a policy or a budget finds the pods. component: "trainer" | "generator"; "": of both."""
+    """Labels by which a Service, a policy or a budget selects the pods.
+
+    component: "trainer" | "generator"; "" selects both.
+    """
     found = {"app.kubernetes.io/name": "scalerl", "app.kubernetes.io/instance": run}
     return found | ({"app.kubernetes.io/component": component} if component else {})
 
 
 def _values(settings: Settings, cluster: Cluster) -> dict[str, Any]:
-    """What the templates put in, beside settings and cluster themselves."""
+    """The values that the templates use; `settings` and `cluster` are among them."""
     run, model = settings.name, settings.config.model.path.removeprefix("models/")
     values: dict[str, Any] = {
         "settings": settings, "cluster": cluster, "run": run, "namespace": cluster.namespace,
         "fleet": f"{run}-generators", "token": f"{run}-token", "tls": f"{run}-generators-tls",
-        "host": f"{run}-generators.{cluster.namespace}.svc",  # by which the trainer knows the generators
+        "host": f"{run}-generators.{cluster.namespace}.svc",  # the name under which the trainer finds the generators
         "model": posixpath.join(MODELS, model),
         "runs_claim": cluster.runs_claim or f"{run}-runs", "models_claim": cluster.models_claim or f"{run}-models",
         "labels": {"run": labels(run), **{part: labels(run, part) for part in ("trainer", "generator")}},
@@ -215,7 +219,7 @@ def _of_trainer(values: dict[str, Any]) -> dict[str, Any]:
             metrics_host="0.0.0.0",
             fleet=fleet,
         ),
-        "wait_for": address.rpartition(":")[0] if is_name and not name else "",  # a name without an address as yet
+        "wait_for": address.rpartition(":")[0] if is_name and not name else "",  # a DNS name that may not resolve yet
         "judges": any(
             part.environment.name in ("code", "programs") for part in parts.configs(settings.config).values()
         ),

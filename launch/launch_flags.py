@@ -1,4 +1,4 @@
-"""The flags of scalerl-launch. Apart from what reads them, so that --help and a wrong flag are answered at once."""
+"""The flags of scalerl-launch. No heavy imports: --help and a wrong flag are answered at once."""
 
 from absl import flags
 
@@ -50,7 +50,7 @@ TLS_AUTHORITY = flags.DEFINE_string(
     "--part=trainer.",
 )  # fmt: skip
 
-# Kubernetes alone.
+# For kubernetes only.
 TRAINER_IMAGE = flags.DEFINE_string("trainer_image", "", "Container image of the trainer.")
 GENERATOR_IMAGE = flags.DEFINE_string("generator_image", "", "Container image of the generators.")
 NAMESPACE = flags.DEFINE_string("namespace", "default", "Namespace of everything; made if it is missing.")
@@ -97,7 +97,7 @@ PROMETHEUS = flags.DEFINE_string(
     "prometheus", "http://prometheus-server.monitoring.svc", "With --autoscale=keda: address of the Prometheus server."
 )
 
-# Slurm alone.
+# For slurm only.
 PARTITION = flags.DEFINE_string("partition", "", "Partition of the trainer. Default: the cluster's.")
 GENERATOR_PARTITION = flags.DEFINE_string(
     "generator_partition", "", "Partition of the generators. Default: --partition."
@@ -131,7 +131,7 @@ TLS_CERTIFICATE = flags.DEFINE_string("tls_certificate", "", "PEM file of the ge
 TLS_KEY = flags.DEFINE_string("tls_key", "", "PEM file of its private key.")
 TLS_NAME = flags.DEFINE_string("tls_name", "", "Name in the generators' certificate. Default: each host's own.")
 
-# What the other target does not read.
+# Target -> the flags that only it reads.
 ONLY = {
     "kubernetes": (
         TRAINER_IMAGE, GENERATOR_IMAGE, NAMESPACE, TRAINER_KIND, SLICES, STORAGE_CLASS, STORAGE_SIZE,

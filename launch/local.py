@@ -1,21 +1,21 @@
 """Generators on this machine, as child processes that are kept alive.
 
-What it promises:
-1. `addresses` hold as long as the object lives: a server that dies is started again on the port it had, after a pause
-   that doubles with every early death (a server that stood for STEADY_SECONDS starts again at the shortest pause).
+Guarantees:
+1. `addresses` hold as long as the object lives: a server that dies is restarted on the same port, after a pause that
+   doubles with every early death (a server that ran for STEADY_SECONDS restarts after the shortest pause).
 2. No server outlives its parent, not even one killed with SIGKILL: each reads a pipe whose only other end the parent
-   holds, and exits at its end (`scalerl-serve --exit_with_parent`). What a server itself has started (vLLM's engine
-   and workers) is gone before another takes its place.
-3. What a server writes goes to <workdir>/logs/server-<i>.log, appended to; its port to <workdir>/servers/<i>.port.
-4. A server that cannot even start the first time ends the run, with the last line of its log: that is a mistake to be
-   mended (a bad model folder), not a fault to be survived.
+   holds, and exits at end of file (`scalerl-serve --exit_with_parent`). Processes that a server has started (vLLM's
+   engine and workers) are gone before its replacement starts.
+3. A server's output is appended to <workdir>/logs/server-<i>.log; its port is in <workdir>/servers/<i>.port.
+4. A server that fails its first start ends the run, with the last line of its log: that is a mistake to fix (a bad
+   model folder), not a fault to survive.
 
 Each server gets `threads` XLA threads, so that the processes of one machine share its cores rather than fight for
-them; how they share its GPUs is accelerators.py's. It runs in a process group of its own: Ctrl-C goes to the trainer
+them; accelerators.py decides how they share its GPUs. A server has its own process group: Ctrl-C goes to the trainer
 alone, which then stops the servers.
 
-Left out on purpose: this neither speaks gRPC nor knows whether a server is healthy. The trainer's fleet finds that out,
-here as with unsupervised servers.
+Left out on purpose: this neither speaks gRPC nor knows whether a server is healthy. The trainer's fleet checks that,
+as it does for unsupervised servers.
 """
 
 import contextlib
@@ -30,29 +30,29 @@ from collections.abc import Mapping, Sequence
 
 from scalerl_jax.contract import limits
 
-STEADY_SECONDS = 60.0  # a server that lived this long did not die of how it was started
-LONGEST_PAUSE = 30.0  # seconds before a server that keeps dying is started again
-STOP_SECONDS = 5.0  # between asking a server to stop and killing it, where its engine does not need more
-MARGIN_SECONDS = 3.0  # beyond what a server gives itself to stop
-DESCENDANT_SECONDS = 12.0  # that what a dead server has started may take to end by itself (vLLM tidies up for 10)
-KILLED_SECONDS = 2.0  # that what was killed may take until it is gone
-SPAWN_TRIES = 8  # in a row, with doubling pauses, before a server that the machine cannot even start is given up
+STEADY_SECONDS = 60.0  # a server that ran this long had no start-up fault
+LONGEST_PAUSE = 30.0  # seconds before a server that keeps dying is restarted
+STOP_SECONDS = 5.0  # from asking a server to stop until it is killed, unless its engine needs longer
+MARGIN_SECONDS = 3.0  # added to the time that a server needs to stop
+DESCENDANT_SECONDS = 12.0  # for the child processes of a dead server to end (vLLM cleans up for 10)
+KILLED_SECONDS = 2.0  # for killed processes to disappear
+SPAWN_TRIES = 8  # failed spawns in a row, with doubling pauses, before a server is given up
 _POLL_SECONDS = 0.05
 
 log = logging.getLogger(__name__)
 
 
 class StartError(RuntimeError):
-    """A server died or gave no sign before it first served, or cannot be started again. The message is one line."""
+    """A server died or timed out before it first served, or cannot be restarted. The message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
     """In seconds."""
 
-    start: float = 600.0  # that the slowest server may take until it serves
-    first_pause: float = 0.5  # before a server that died is started again; doubled for each early death after it
-    stop: float = STOP_SECONDS  # between asking a server to stop and killing it, see stop_seconds()
+    start: float = 600.0  # until the slowest server must serve
+    first_pause: float = 0.5  # before a server that died is restarted; doubled for each further early death
+    stop: float = STOP_SECONDS  # from asking a server to stop until it is killed, see stop_seconds()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +60,9 @@ class ServerState:
     """One server, for the status line and the tests."""
 
     address: str  # host:port
-    process_id: int  # of the process that runs or ran last
+    process_id: int  # of the current or last process
     alive: bool
-    starts: int  # 1 + how often it was started again
+    starts: int  # 1 + number of restarts
 
 
 def server_environment(threads: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -70,29 +70,29 @@ def server_environment(threads: int, base: Mapping[str, str] | None = None) -> d
 
     Args:
         threads: at least 1.
-        base: what it is made from; default: this process's own environment.
+        base: the environment to start from; by default this process's.
     """
     environment = dict(os.environ if base is None else base)
     environment["NPROC"] = str(threads)  # the size of XLA's thread pools on a CPU
     for library in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         environment[library] = str(threads)
-    environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else every server is bound to the machine's first cores
-    environment["PYTHONUNBUFFERED"] = "1"  # the log's last lines are there when a server dies
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # otherwise every server is bound to the machine's first cores
+    environment["PYTHONUNBUFFERED"] = "1"  # so that the log has its last lines when a server dies
     return environment
 
 
 def cores() -> int:
-    """That this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def stop_seconds(engine: str) -> float:
-    """Between asking a server of this engine to stop and killing it."""
+    """Seconds from asking a server of this engine to stop until it is killed."""
     return limits.STOP_SECONDS[engine] + MARGIN_SECONDS
 
 
 class _Server:
-    """One supervised process. Its thread starts it, waits for its end, and starts it again."""
+    """One supervised process. Its thread waits for its end and restarts it."""
 
     def __init__(
         self, index: int, command: Sequence[str], environment: Mapping[str, str], workdir: str, first_pause: float
@@ -106,7 +106,7 @@ class _Server:
         self._command = list(command)
         self._environment = dict(environment)
         self._first_pause = first_pause
-        self.failure: StartError | None = None  # why it is not supervised any more
+        self.failure: StartError | None = None  # why supervision ended
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # no process is started once stopping is set
         self._thread = threading.Thread(target=self._supervise, name=f"local-server-{index}", daemon=True)
@@ -120,7 +120,7 @@ class _Server:
             raise StartError(f"local server {self.index} cannot be started: {error}") from error
 
     def wait_for_port(self, deadline: float, stopping: threading.Event) -> None:
-        """Reads the port that the first process serves on, then begins to supervise. Raises StartError."""
+        """Waits for the port that the first process serves on, then starts supervision. Raises StartError."""
         assert self.process is not None
         while not os.path.exists(self.port_file):
             if stopping.is_set():
@@ -138,7 +138,7 @@ class _Server:
         self._thread.start()
 
     def ask_to_stop(self) -> None:
-        """From here on no process is started; the one that runs gets SIGTERM and the end of its life line."""
+        """Prevents further starts; sends SIGTERM to the running process and closes the pipe to it."""
         with self._lock:
             self._stopping.set()
         if self.process is not None:
@@ -147,7 +147,7 @@ class _Server:
             self.process.stdin.close()
 
     def stop(self, deadline: float, *, seconds: float) -> None:
-        """Returns when the process has ended; it is killed at the deadline. seconds: that it had, to be told."""
+        """Waits for the process to end, and kills it at the deadline. seconds: the time it had, for the log."""
         assert self._stopping.is_set()
         if self.process is None:
             return
@@ -180,7 +180,7 @@ class _Server:
             with open(self.log_file, "ab") as output:
                 self.process = subprocess.Popen(
                     [*self._command, f"--port={self.port}", f"--port_file={self.port_file}", "--exit_with_parent"],
-                    stdin=subprocess.PIPE,  # the life line: nothing is ever written to it
+                    stdin=subprocess.PIPE,  # never written to; the server exits when it closes
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=self._environment,
@@ -189,10 +189,10 @@ class _Server:
             self.starts += 1
 
     def _end_descendants(self, deadline: float) -> None:
-        """Waits for what the process, which has ended, had started; what is left of it at the deadline is killed."""
+        """Waits for the child processes of the ended process; kills those left at the deadline."""
         assert self.process is not None
-        group = self.process.pid  # it leads a process group of its own
-        with contextlib.suppress(ProcessLookupError):  # nothing is left of it
+        group = self.process.pid  # the process leads its own process group
+        with contextlib.suppress(ProcessLookupError):  # no process of the group is left
             _wait_for_group(group, deadline)
             os.killpg(group, signal.SIGKILL)
             log.warning("local server %d ended, and what it had started did not: killed", self.index)
@@ -200,7 +200,7 @@ class _Server:
             _wait_for_group(group, time.monotonic() + KILLED_SECONDS)
 
     def _supervise(self) -> None:
-        """An error that ends this is kept for the trainer: it would wait forever for a server that is not started."""
+        """Runs in a thread. Keeps a fatal error for the trainer, which would otherwise wait forever for this server."""
         try:
             self._keep_alive()
         except Exception as error:  # noqa: BLE001 (told by LocalServers.check)
@@ -247,7 +247,7 @@ class _Server:
 
 
 def _wait_for_group(group: int, deadline: float) -> None:
-    """Until the deadline. Raises ProcessLookupError once nothing is left of the process group."""
+    """Waits until the deadline. Raises ProcessLookupError once the process group is empty."""
     while time.monotonic() < deadline:
         os.killpg(group, 0)
         time.sleep(_POLL_SECONDS)
@@ -270,12 +270,12 @@ class LocalServers:
         """Starts all servers at once and returns when each of them serves.
 
         Args:
-            command: of one server, see starting.py; it is given --port, --port_file and --exit_with_parent.
-            count: how many, at least 1.
-            workdir: of the run; logs/ and servers/ are made in it.
+            command: the command of one server, see starting.py; --port, --port_file and --exit_with_parent are added.
+            count: number of servers, at least 1.
+            workdir: the run's folder, which gets logs/ and servers/.
             threads: XLA threads of each server; 0: this machine's cores divided by `count`, at least 1.
-            stopping: set by another thread, it makes those that do not serve yet stop.
-            environments: what is added to each server's environment, in order (its GPU); none: nothing.
+            stopping: if another thread sets it, servers that do not serve yet are stopped.
+            environments: variables to add to each server's environment (its GPU), in order; may be empty.
 
         Raises:
             StartError: one of them ended or did not serve in time; all are stopped by then.
@@ -297,7 +297,7 @@ class LocalServers:
                 server.start()
             for server in self._servers:
                 server.wait_for_port(deadline, stopping or threading.Event())
-        except BaseException:  # Ctrl-C while they start, too: none is left behind
+        except BaseException:  # Ctrl-C during the start too: no server is left behind
             self.close()
             raise
 
@@ -307,7 +307,7 @@ class LocalServers:
         return tuple(server.state().address for server in self._servers)
 
     def check(self) -> None:
-        """Raises StartError where a server has ended and is not started again any more."""
+        """Raises StartError if a server has ended and will not be restarted."""
         for server in self._servers:
             if server.failure is not None:
                 raise server.failure
@@ -316,7 +316,7 @@ class LocalServers:
         return tuple(server.state() for server in self._servers)
 
     def close(self) -> None:
-        """Stops every server and waits for it; those that do not stop in their time are killed."""
+        """Stops every server and waits for it; servers that do not stop in time are killed."""
         deadline = time.monotonic() + self._times.stop
         for server in self._servers:
             server.ask_to_stop()

@@ -1,14 +1,14 @@
-"""Machines, as a flag says them: v5p:4x4x4, h200:2x8, cpu:4.
+"""Machines as written in a flag: v5p:4x4x4, h200:2x8, cpu:4.
 
-    TPU : TOPOLOGY        a slice, as the cloud names it: chips along each dimension of the torus; its hosts follow
+    TPU : TOPOLOGY        a slice, as the cloud names it: chips along each dimension of the torus; they imply its hosts
     GPU : [NODESx]COUNT   COUNT GPUs on each of NODES nodes
     cpu : [NODES]         nodes without an accelerator
 
-Labels are those that Google's clusters put on their nodes; nodes elsewhere are chosen by labels of their own
-(--trainer_nodes, --generator_nodes), and GPUs of other names by those alone.
+Labels are those that Google's clusters put on their nodes; nodes elsewhere, and GPUs of other names, are selected by
+--trainer_nodes and --generator_nodes.
 
-Figures are the makers' own, one direction at a time. A TPU's memory is what its compiler lets a program have; a GPU's
-what JAX may take of it with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95. Rates are of dense bfloat16 products.
+Figures are the makers', for one direction. A TPU's memory is what its compiler lets a program use; a GPU's is what JAX
+may use with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95. FLOP rates are of dense bfloat16 products.
 
 Left out on purpose: switched-off links, twisted tori, and traffic of other jobs.
 """
@@ -18,23 +18,23 @@ import math
 import re
 
 GIB = 2**30
-_GPU_SHARE = 0.95  # of a GPU's memory: the CUDA context and the libraries' work space take the rest
+_GPU_SHARE = 0.95  # of a GPU's memory; the CUDA context and the libraries' workspace use the rest
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
     name: str
-    label: str  # of the nodes that have it; empty: any
-    memory: int = 0  # bytes that a program can have; 0: no figures of it are known here
+    label: str  # of nodes with this chip; empty: any node
+    memory: int = 0  # bytes that a program can use; 0: this chip's figures are not known here
     flops: float = 0.0  # a second
     memory_rate: float = 0.0  # bytes a second
-    float32_flops: float = 0.0  # a second; of a TPU six passes in bfloat16
-    # Bytes a second, one direction: of one link of a torus; of a GPU's all links to its node's switch.
+    float32_flops: float = 0.0  # a second; on a TPU by six passes in bfloat16
+    # Bytes a second, one direction: of one link of a torus, or of all links of a GPU to its node's switch.
     link_rate: float = 0.0
     network_rate: float = 0.0  # bytes a second, one direction: a chip's share of its host's network
-    dimensions: int = 0  # of the torus; 0: a switch joins the chips of a node
-    wraps_at: int = 0  # a dimension of this many chips, or a multiple, is a ring; others are lines
-    one_host: tuple[int, ...] = ()  # chips of slices that are one host; others have 4 on each
+    dimensions: int = 0  # of the torus; 0: a switch connects the chips of a node
+    wraps_at: int = 0  # a dimension whose size is a multiple of this is a ring; others are lines
+    one_host: tuple[int, ...] = ()  # sizes of slices that are one host; other slices have 4 chips a host
 
     @property
     def is_tpu(self) -> bool:
@@ -64,21 +64,21 @@ _MOST_GPUS = 16  # of one node
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What one process runs on, or the hosts of one."""
+    """The machine of one process, or all hosts of a multi-host process group."""
 
     chip: Chip
-    sizes: tuple[int, ...]  # of a TPU slice by dimension; of GPUs (of a node,); (0,): no accelerators
-    parts: int  # slices, or nodes: between them is the network
+    sizes: tuple[int, ...]  # chips of a TPU slice by dimension; (GPUs of a node,); (0,): no accelerators
+    parts: int  # slices or nodes, connected by the network
     text: str  # as the user wrote it
 
     @property
     def devices(self) -> int:
-        """Of all hosts."""
+        """Number of devices of all hosts."""
         return math.prod(self.sizes) * self.parts
 
     @property
     def hosts(self) -> int:
-        """Of one slice, or all nodes."""
+        """Number of hosts of one slice, or of nodes."""
         if not self.chip.is_tpu:
             return self.parts
         chips = math.prod(self.sizes)
@@ -95,12 +95,12 @@ class Machine:
 
     @property
     def resource(self) -> str:
-        """By which Kubernetes hands its devices out."""
+        """Name of the Kubernetes resource of its devices; "" for a CPU."""
         return {"tpu": "google.com/tpu", "gpu": "nvidia.com/gpu", "cpu": ""}[self.kind]
 
     @property
     def labels(self) -> dict[str, str]:
-        """Of the nodes that have it."""
+        """Labels of the nodes with this accelerator."""
         if not self.chip.label:
             return {}
         if not self.chip.is_tpu:
@@ -110,7 +110,7 @@ class Machine:
 
     @property
     def topology(self) -> str:
-        """Of one slice, as the TPUs' compiler names it; of one node."""
+        """One slice as the TPU compiler names it, or one node."""
         return f"{self.chip.name}:{'x'.join(map(str, self.sizes))}"
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class Machine:
 
 
 def parse(text: str, *, slices: int = 1) -> Machine:
-    """slices: TPU slices, joined by the data center's network.
+    """Reads a flag's value. slices: number of TPU slices, connected by the data center's network.
 
     Raises ValueError, one line without the flag's name, where there is no such machine.
     """

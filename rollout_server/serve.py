@@ -49,7 +49,7 @@ Interceptors = Callable[[], Sequence[grpc.aio.ServerInterceptor]]
 
 
 def _check_address(host: str, port: int, *, flags: tuple[str, str] = ("host", "port")) -> None:
-    """Raises UsageError that names the flags where nothing can listen there. gRPC itself would say it in many lines."""
+    """Raises UsageError that names the flags where the server cannot listen there; gRPC's own error has many lines."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -71,17 +71,17 @@ async def serve(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     metrics: tuple[str, int] | None = None,
 ) -> None:
-    """Serves until told to stop. Raises UsageError where it cannot begin, RuntimeError when its engine is over.
+    """Serves until asked to stop. Raises UsageError where it cannot start, RuntimeError when its engine has failed.
 
-    stop_seconds: how long stopping may take before the process is gone whatever hangs.
-    metrics: host and port on which they are told; None: they are not.
+    stop_seconds: how long stopping may take before the process exits, whatever still hangs.
+    metrics: host and port on which metrics are served, or None.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     if with_parent:
         watch = threading.Thread(target=_watch_parent, args=(loop, stop, stop_seconds), daemon=True)
         watch.start()
 
-    # 1. The address first: a taken one is known before minutes of loading.
+    # 1. Check the address first: an occupied one is reported before minutes of loading.
     _check_address(host, port)
     if metrics is not None:
         _check_address(*metrics, flags=("metrics_host", "metrics_port"))
@@ -90,7 +90,7 @@ async def serve(
     except ValueError as error:
         raise UsageError(f"--engine={given.ENGINE.value}: {error}") from error
 
-    # 2. From here on it answers.
+    # 2. Start answering.
     raise_file_limit()
     try:
         server = RolloutServer(engine, host=host, port=port, access=access, interceptors=interceptors)
@@ -116,7 +116,7 @@ async def serve(
 
         write_whole(port_file, f"{server.port}\n", durable=False)
 
-    # 3. Until the end. A server whose engine is over ends too: its supervisor can restart it.
+    # 3. Wait for the end. A server whose engine has failed ends too: its supervisor can restart it.
     stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(server.failure())
     await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
     over = failed.done()
@@ -129,16 +129,16 @@ async def serve(
 
 
 def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, stop_seconds: float) -> None:
-    """The parent holds the other end of our standard input; when it is gone, however it went, reading ends."""
+    """Stops the server at the end of standard input, which comes when the parent is gone for any reason."""
     while os.read(0, 4096):
         pass
-    # The loop may be loading a model, and then hears nothing for long.
+    # The event loop may be busy loading a model for long.
     ending.after(stop_seconds, 0)
     loop.call_soon_threadsafe(stop.set)
 
 
 def read_access(host: str) -> security.Access:
-    """What the flags say. Raises ValueError, one line that names the flag and the file."""
+    """Reads who may call from the flags. Raises ValueError, one line that names the flag and the file."""
     where = ("--tls_certificate", "--tls_key")
     pair = security.read_pair(given.TLS_CERTIFICATE.value, given.TLS_KEY.value, where=where)
     if given.TLS_CLIENT_AUTHORITY.value and not any(pair):
@@ -164,7 +164,7 @@ def read_access(host: str) -> security.Access:
 
 
 def _warnings(token: str, tls: bool, beyond: str) -> Iterator[str]:
-    """Warnings for the operator. beyond: the host, or empty where it is this machine's alone."""
+    """Warnings for the operator. beyond: the host, or empty if only this machine can reach the server."""
     for flag in (given.TLS_KEY, given.TOKEN_FILE):
         if why := security.exposed(flag.value, where=f"--{flag.name}"):
             yield why
@@ -193,12 +193,12 @@ def _parse(argv: Sequence[str]) -> list[str]:
 
 
 def _compute_dtype(sync_dtype: str) -> tuple[str, str]:
-    """What auto is on this machine, and why."""
+    """The dtype that `auto` means on this machine, and the reason."""
     from scalerl_jax.system import platforms
 
     if sync_dtype == "float32":
         return sync_dtype, "as --sync_dtype is"
-    # vLLM has no jax beside it, and finds GPUs by itself.
+    # vLLM's environment has no jax, and vLLM finds GPUs by itself.
     on_gpu = bool(platforms.visible_gpus(os.environ)) if given.ENGINE.value == "vllm" else None
     return platforms.fastest_dtype(on_accelerator=on_gpu)
 
@@ -209,13 +209,13 @@ def main(argv: Sequence[str], interceptors: Interceptors = list) -> None:
     logging.set_verbosity(logging.INFO)
     engine = importlib.import_module(given.ENGINES[given.ENGINE.value])
     options: dict[str, Any] = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(EngineOptions)}
-    why = ""  # the flag itself says it
+    why = ""  # the flag gives the dtype
     if options["compute_dtype"] == "auto":
         options["compute_dtype"], why = _compute_dtype(options["sync_dtype"])
 
     async def make() -> Engine:
         made = await engine.make(EngineOptions(**options))
-        if why:  # a server that cannot begin says only why
+        if why:  # logged only after the engine was made
             logging.info("--compute_dtype=auto: %s (%s)", options["compute_dtype"], why)
         return made
 
@@ -240,12 +240,12 @@ def main(argv: Sequence[str], interceptors: Interceptors = list) -> None:
         )
     except UsageError as error:
         _fail(error)
-    except KeyboardInterrupt:  # before it serves: the engine is still loading
+    except KeyboardInterrupt:  # before it serves, while the engine is loading
         sys.exit(128 + signal.SIGINT)
 
 
 def run(interceptors: Interceptors = list) -> None:
-    """interceptors: makes further ones, once the flags are read."""
+    """interceptors: makes further interceptors, once the flags are read."""
     from scalerl_jax.cli import command_help
 
     command_help.print_if_asked("rollout_server.serve", config=False)

@@ -1,13 +1,13 @@
-"""The flags of scalerl-serve. Apart from what they start, so that --help and a wrong flag are answered at once.
+"""The flags of scalerl-serve. No heavy imports: --help and a wrong flag are answered at once.
 
-Each engine adds its own (engines/*/make.py), which import nothing large either.
+Each engine adds its own flags (engines/*/make.py), also without heavy imports.
 """
 
 import importlib
 
 from absl import flags
 
-# By name, the module with the engine's flags and `async make(options)`.
+# Engine -> the module with its flags and `async make(options)`.
 ENGINES = {name: f"rollout_server.engines.{name}.make" for name in ("jax", "vllm")}
 
 _DTYPES = ["bfloat16", "float32"]
@@ -20,7 +20,7 @@ PORT_FILE = flags.DEFINE_string(
 )
 EXIT_WITH_PARENT = flags.DEFINE_bool("exit_with_parent", False, "Stop at the end of standard input.")
 
-# What every engine is told: the fields of EngineOptions.
+# The fields of EngineOptions, which every engine gets.
 flags.DEFINE_string("model", "", "Hugging Face folder: config.json, *.safetensors, tokenizer.json.")
 flags.DEFINE_integer("slots", 64, "Completions sampled at once.", lower_bound=1)
 flags.DEFINE_integer("queue", 128, "Completions that may wait for a slot.", lower_bound=0)

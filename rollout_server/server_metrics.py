@@ -1,6 +1,6 @@
-"""What a generator tells Prometheus: its status (StatusReply of rollout.proto), under names that begin with PREFIX.
+"""Prometheus metrics of a generator: its status (StatusReply of rollout.proto), under names that begin with PREFIX.
 
-The event loop is asked at each request, so a server whose loop stands still answers 503, and one that is gone nothing.
+Each request asks the event loop, so a server whose loop is stuck answers 503, and one that has ended does not answer.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.system.metrics_endpoint import Family, MetricsEndpoint
 
 PREFIX = "scalerl_generator_"
-ANSWER_SECONDS = 5.0  # that the event loop may take to tell how it is
+ANSWER_SECONDS = 5.0  # for the event loop to return its status
 
-# Field of StatusReply -> (name, what it is). Counters run from the start of the process.
+# Field of StatusReply -> (name, description). Counters run from the start of the process.
 GAUGES = {
     "slots": ("slots", "Completions sampled at once."),
     "busy_slots": ("busy_slots", "Completions being sampled."),
@@ -45,7 +45,7 @@ def families(status: pb.StatusReply) -> Iterable[Family]:
 
 
 def tell(service: RolloutService, host: str, port: int) -> MetricsEndpoint:
-    """Serves from now on, until the process ends. On the event loop. Raises ValueError as MetricsEndpoint does."""
+    """Serves metrics until the process ends. Call it on the event loop. Raises ValueError as MetricsEndpoint does."""
     loop = asyncio.get_running_loop()
 
     async def status() -> pb.StatusReply:

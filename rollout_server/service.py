@@ -1,4 +1,4 @@
-"""The rollout contract over an engine: what contract/rollout.proto promises, on grpc.aio.
+"""The rollout contract (contract/rollout.proto) over an engine, on grpc.aio.
 
     RolloutServer    a port with RolloutService, health and reflection behind it, from start to stop
     RolloutService   the five calls (behind guard.py, which every call of every service passes):
@@ -7,11 +7,11 @@
         Generate      one pump task per call moves completions from the engine to the call's outbox; ending the pump
                       frees the slots, whatever the client does or does not read
         PushWeights   weight_push.py
-        Score, ScoreMany   a bounded number at a time, see `bounds`; of a ScoreMany call one sequence after another
+        Score, ScoreMany   a bounded number at a time, see `bounds`; a ScoreMany call scores its sequences one by one
 
 Everything runs on one event loop, so the state below needs no locks; what matters is that nothing is awaited between a
-check and the act that relies on it. What a client says is bounded before anything is done in proportion to it. An error
-that is not in the contract is a bug: it reaches the log and the client as UNKNOWN.
+check and the act that relies on it. A client's sizes are checked before any work in proportion to them. An error that
+is not in the contract is a bug: it is logged, and the client gets UNKNOWN.
 """
 
 import asyncio
@@ -36,28 +36,28 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.limits import SERVER_OPTIONS
 from scalerl_jax.contract.security import OPEN, Access
 
-# Score calls that may wait for the engine at once, and ScoreMany calls: each holds a whole sequence, and no more.
+# Score calls that may wait for the engine at once, and ScoreMany calls likewise: each holds one sequence in memory.
 MAXIMUM_SCORES = 8
 
-# A ScoreMany call that sends nothing for so long gives its place to others.
+# A ScoreMany call that sends nothing for so long ends, to free its place.
 SCORE_STALL_SECONDS = 60.0
 
-# Versions that may be on their way here at once: the trainer's, and those of trainers that are not quite gone.
+# Versions that may be received at once: the trainer's, and those of trainers about to disconnect.
 MAXIMUM_PUSHES = 16
 
-# Status calls, which take no time, and Generate calls beyond those that can hold a slot or a place: they are refused.
+# Status calls, which are quick, and Generate calls beyond those that can get a slot or a place: these are refused.
 SPARE_CALLS = 64
 
-# How often the engine is asked whether it still lives.
+# How often the engine's state is checked.
 WATCH_SECONDS = 1.0
 
-# What is being written to a client when the server stops may still go out for so long.
+# How long pending writes to clients may still take when the server stops.
 STOP_GRACE_SECONDS = 0.5
 
-# What a status tells under the names that engines have for it.
+# Fields of a status reply that have the same name in EngineInfo or EngineStatus.
 _SAME = {field.name for field in pb.StatusReply.DESCRIPTOR.fields} - {"version"}
 
-# What Generate answers to what an engine raises.
+# An engine's exception -> the status code that Generate answers with.
 REFUSALS: dict[type[BaseException], grpc.StatusCode] = {
     AskedAgain: grpc.StatusCode.ABORTED,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -89,7 +89,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         return self.status()
 
     def status(self) -> pb.StatusReply:
-        """What Status answers, now. On the event loop. Raises RuntimeError where the engine is over."""
+        """The current answer to Status. Call it on the event loop. Raises RuntimeError if the engine has failed."""
         info, status = self._engine.info, self._engine.status()
         return pb.StatusReply(
             **{name: value for name, value in (vars(info) | vars(status)).items() if name in _SAME},
@@ -105,21 +105,21 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         try:
-            check_places(request.group_id, len(request.completions), self._engine.info)  # before any of them is made
+            check_places(request.group_id, len(request.completions), self._engine.info)  # before they are decoded
             group = codec.request_from_proto(request)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        self._engine.end_older(group)  # also where this one is refused
+        self._engine.end_older(group)  # even if this one is refused
         if self._stopping:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
         if group.pinned_step is not None and self._weights.late:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a later version has waited for too long")
         if group.incarnation == self._engine.status().version.incarnation:
             self.activity.welcome(group.incarnation, context.peer())
-        # At most one item per completion asked for, and the None that ends it.
+        # At most one item per completion requested, and the final None.
         outbox: asyncio.Queue[codec.Completion | None] = asyncio.Queue()
         pump = asyncio.create_task(self._pump(group, outbox))
-        # However it is over, also one that is cancelled before it has begun.
+        # However the pump ends, also if it is cancelled before it starts.
         pump.add_done_callback(lambda _: outbox.put_nowait(None))
         self._calls.add(pump)
         try:
@@ -132,7 +132,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                 await pump  # raises what the engine raised
             except tuple(REFUSALS) as error:
                 await context.abort(next(REFUSALS[kind] for kind in type(error).mro() if kind in REFUSALS), str(error))
-        finally:  # reached by cancellation too: the client hung up, or its deadline passed
+        finally:  # cancellation too: the client disconnected, or its deadline passed
             self._calls.discard(pump)
             await _cancel(pump)
 
@@ -171,7 +171,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, why)
 
     async def _scored(self, request: pb.ScoreRequest) -> pb.ScoreReply:
-        """Raises ValueError where it can never be served."""
+        """Scores one sequence. Raises ValueError where it can never be served."""
         sequence = codec.score_request_from_proto(request)
         check_score(sequence, self._engine.info)
         return codec.scores_to_proto(*await self._engine.score(sequence))
@@ -189,9 +189,9 @@ class RolloutServer:
         access: Access = OPEN,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ):
-        """Takes the port (0: a free one). Raises RuntimeError where it cannot listen there.
+        """Binds the port (0: a free one). Raises RuntimeError where it cannot listen there.
 
-        access: who may call. interceptors: further ones, behind the one that looks at the token.
+        access: who may call. interceptors: further interceptors, after the token check and the guard.
         """
         self.engine, self.service = engine, RolloutService(engine)
         self._watching: asyncio.Task[RuntimeError] | None = None
@@ -200,7 +200,7 @@ class RolloutServer:
         self._server = grpc.aio.server(
             interceptors=[*access.interceptors(), Guard(bounded, self._let_in), *interceptors],
             options=SERVER_OPTIONS,
-            # Health, reflection and what comes next have the bound of others each.
+            # Four more for health, reflection and later services, each with the bound OTHERS.
             maximum_concurrent_rpcs=sum(bound.calls for bound in bounded.values()) + 4 * OTHERS.calls,
         )
         rpc.add_to_server(self.service, self._server, longest_header=longest_header(engine.info))
@@ -222,7 +222,7 @@ class RolloutServer:
         self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> RuntimeError:
-        """What goes on, into the log; what the engine says when it can never serve again."""
+        """Logs the server's activity; returns the engine's error when it can never serve again."""
         while True:
             try:
                 self.service.activity.tick(self.engine.status())
@@ -233,11 +233,11 @@ class RolloutServer:
             await asyncio.sleep(WATCH_SECONDS)
 
     async def failure(self) -> RuntimeError:
-        """Returns when the engine can never serve again, with what it says about it."""
+        """Waits until the engine can never serve again; returns its error."""
         return await (self._watching or self._watch())
 
     async def stop(self) -> None:
-        """Finishes nothing: health says NOT_SERVING, calls end with UNAVAILABLE, the engine is closed."""
+        """Stops without finishing calls: health is NOT_SERVING, calls end with UNAVAILABLE, the engine is closed."""
         if self._watching is not None:
             self._watching.cancel()
         await self._checker.enter_graceful_shutdown()
@@ -248,7 +248,7 @@ class RolloutServer:
 
 
 def bounds(info: EngineInfo) -> dict[str, Bound]:
-    """Of each method's messages: what can be served, and as much again for fields that are yet to come."""
+    """Limits of each method: its calls at a time, and message sizes with a margin for future fields."""
     places, token_bytes = info.slots + info.queue_capacity, 4 * info.maximum_tokens
     methods = {
         "Status": Bound(SPARE_CALLS, 2**12),
@@ -260,13 +260,13 @@ def bounds(info: EngineInfo) -> dict[str, Bound]:
 
 
 def longest_header(info: EngineInfo) -> int:
-    """Bytes of the header of a version of this model."""
+    """Most bytes of the header of a version of this model."""
     tensors = sum(len(name.encode()) + 32 + 12 * len(shape) + 64 for name, shape in info.tensors.items())
     return 2**12 + tensors
 
 
 class _Health(health.aio.HealthServicer):
-    """That of gRPC keeps something for ever of every service that anybody has asked for."""
+    """Health servicer with a fixed set of services: gRPC's own keeps state forever for every service name requested."""
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
         if request.service not in ("", rpc.SERVICE):
@@ -275,6 +275,6 @@ class _Health(health.aio.HealthServicer):
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
-    """Returns when the task is over. Its exception is left to the code that awaits it."""
+    """Cancels a task and waits for its end. Its exception is left to the code that awaits it."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

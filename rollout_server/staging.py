@@ -1,6 +1,6 @@
-"""The chunks of one version on their way in: in any order, each checked, until none is missing.
+"""Collects the chunks of one version: in any order, each checked, until none is missing.
 
-Nothing here knows what the bytes mean, gRPC or an event loop.
+This module knows nothing of the bytes' meaning, gRPC or an event loop.
 """
 
 import time
@@ -12,27 +12,27 @@ from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk, crc32
 
-# A chunk that is wrong this often is not bad luck: the link or the sender is broken.
+# A chunk that is wrong this often shows that the link or the sender is broken.
 MAXIMUM_ATTEMPTS = 8
 
 
 class Staging:
-    """One version on its way in."""
+    """One version, or part of one, that is being received."""
 
     def __init__(self, header: pb.WeightHeader, buffer: np.ndarray, *, refused: Callable[[], None] = lambda: None):
-        """`buffer` [payload_bytes] uint8 is filled. refused: told of each chunk whose checksum is wrong."""
+        """Fills `buffer` [payload_bytes] uint8. refused: called for each chunk whose checksum is wrong."""
         self.header = header
         self.target = codec.version_from_proto(header.target)
         self._refused = refused
         self.seconds = 0.0  # header to last good chunk
         self._chunk_bytes = header.chunk_bytes
-        self._buffer = buffer.data  # slices of a memoryview take bytes without a detour
+        self._buffer = buffer.data  # slices of a memoryview accept bytes without a copy
         self._began = time.monotonic()
         self._good = np.zeros(-(-len(buffer) // header.chunk_bytes), bool)  # [chunks]
-        self.chunks = self.waiting = len(self._good)  # in all; those that are not good yet
-        # Arrays, so that a version in very many chunks takes no more than a few bytes for each of them.
+        self.chunks = self.waiting = len(self._good)  # number of chunks; number not yet good
+        # Arrays, so that each chunk costs only a few bytes.
         self._attempts = np.zeros(len(self._good), np.uint8)  # how often it was wrong
-        self._asked = np.zeros(len(self._good), bool)  # asked for again and not seen since
+        self._asked = np.zeros(len(self._good), bool)  # requested again and not received since
 
     @property
     def is_delta(self) -> bool:
@@ -44,12 +44,12 @@ class Staging:
 
     @property
     def payload(self) -> np.ndarray:
-        """[payload_bytes] uint8, all of it there."""
+        """[payload_bytes] uint8; only once complete."""
         assert self.complete
         return np.frombuffer(self._buffer, np.uint8)
 
     def put(self, chunk: Chunk) -> bool:
-        """Takes one chunk. False: its checksum is wrong, it must be sent again.
+        """Stores one chunk. Returns False if its checksum is wrong and it must be sent again.
 
         Raises ValueError where sending it again would not help.
         """
@@ -79,7 +79,7 @@ class Staging:
         return True
 
     def ask(self) -> list[int]:
-        """The chunks that never came and were not asked for yet; from now on they are."""
+        """Returns the missing chunks that were not requested again yet, and marks them as requested."""
         missing = np.flatnonzero(~self._good & ~self._asked)
         self._asked[missing] = True
         return missing.tolist()

@@ -1,12 +1,12 @@
-"""PushWeights: how versions come in over gRPC and reach the engine.
+"""PushWeights: receives versions over gRPC and hands them to the engine.
 
     header -> WeightStore.check -> wait while another version is applied -> chunks -> commit
-           -> WeightStore.finish on a thread of its own, decoding goes on -> engine.load
-    a version in parts: one push each, at the same time; the last to be there goes on for all of them
+           -> WeightStore.finish on another thread, while decoding continues -> engine.load
+           a version in parts: one push each, at the same time; the push that completes it applies it for all
 
-Every stage has its end, so that no client holds up the others: STALL_SECONDS for the header and for every message after
-it; for a whole version RECEIVE_SECONDS and what it takes at SLOWEST_BYTES a second; APPLY_SECONDS until what is there
-is applied, from when on no more requests are taken that would hold it up.
+Every stage has a time limit, so that no client holds up the others: STALL_SECONDS for the header and every later
+message; for a whole version RECEIVE_SECONDS plus its bytes / SLOWEST_BYTES; APPLY_SECONDS for a received version to be
+applied, after which requests that would delay it further are refused.
 
 Everything but `finish` runs on one event loop, so the state below needs no locks; what matters is that nothing is
 awaited between a check and the act that relies on it.
@@ -30,44 +30,44 @@ from scalerl_jax.contract import codec, peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk
 
-# How long a push that is over goes on reading, and dropping, what its client still sends.
+# How long a finished push still reads, and drops, messages of its client.
 DRAIN_SECONDS = 10.0
 
-# A client that has the word and says nothing for so long has lost it.
+# A push whose client sends nothing for so long is refused.
 STALL_SECONDS = 30.0
 
-# What one version may take to come: so long, and as long as its bytes take at a speed that is no use to anybody.
+# Time limit to receive a version: RECEIVE_SECONDS plus its bytes / SLOWEST_BYTES, a speed too slow to be useful.
 RECEIVE_SECONDS = 600.0
 SLOWEST_BYTES = 2**20  # a second
 
-# A version that is not applied so long after it was there: see WeightReceiver.late.
+# A version is late if it is not applied so long after it was received: see WeightReceiver.late.
 APPLY_SECONDS = 600.0
 
 log = logging.getLogger(__name__)
 
 
 class WeightReceiver:
-    """Of one server: its host copy of the weights, and who may write to it."""
+    """Receives one server's weights: owns the host copy, and decides which push may write to it."""
 
     def __init__(self, engine: Engine, *, server_id: str = "", activity: Activity | None = None):
-        """server_id: this server's, which `applied` carries."""
+        """server_id: this server's id, which the `applied` reply carries."""
         self._activity, self._server_id = activity or Activity(), server_id
         self._quiet = QuietLog(log)
         self.store = WeightStore(engine.info, engine.weight_buffer)
         self.versions_applied = 0
         self._engine = engine
-        self._receiving: _Version | None = None  # whose pushes may write to the store
-        self._newest_step = 0  # of those that were received
+        self._receiving: _Version | None = None  # the version whose pushes may write to the store
+        self._newest_step = 0  # step of the version accepted last
         self._applying: asyncio.Task[tuple[float, float]] | None = None
         self._applying_since = 0.0
 
     @property
     def late(self) -> bool:
-        """Whether a version has waited too long to be applied: requests pinned to the one held are refused then."""
+        """Whether a version has waited too long to be applied; requests pinned to the one held are then refused."""
         return self._applying is not None and time.monotonic() - self._applying_since > APPLY_SECONDS
 
     async def push(self, context: grpc.aio.ServicerContext) -> None:
-        """One call, from header to last reply."""
+        """Serves one call, from header to last reply."""
         with contextlib.closing(_Push(context)) as push:
             await self._push(push)
 
@@ -85,21 +85,21 @@ class WeightReceiver:
         finally:
             self._left(push)
         await push.write(reply)
-        # A call that ends under a client's write loses the reply that explains it, so the client ends it.
+        # A call that ends during a client's write loses the reply that explains it, so the client must end the stream.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
                 while await push.next(DRAIN_SECONDS) is not grpc.aio.EOF:
                     pass
 
     async def _receive(self, push: "_Push") -> pb.WeightReply.Applied:
-        """Raises ValueError where the version is refused; the weights are then as they were."""
+        """Receives and applies a version or part. Raises ValueError, with the weights unchanged, if it is refused."""
         message = await push.next_in_time()
         if message is grpc.aio.EOF or isinstance(message, Chunk) or message.WhichOneof("kind") != "header":
             raise ValueError("the first message is not a header")
         header = message.header
         target = codec.version_from_proto(header.target)
 
-        # 1. The whole header is checked, and the newest of those that want to send goes on.
+        # 1. Check the whole header. Of several versions offered, only the newest is received.
         self.store.check(header, self._engine.status().version)
         version = self._receiving
         if version is not None and version.lacks(header):
@@ -119,7 +119,7 @@ class WeightReceiver:
             if self._receiving is not version:
                 raise ValueError(version.ended or f"another push of step {self._newest_step} took its place")
 
-        # 2. The host copy is the engine's until the version before this one is applied.
+        # 2. Wait: the engine uses the host copy until the previous version is applied.
         while self._applying is not None:
             left = self._applying_since + 2 * APPLY_SECONDS - time.monotonic()
             either: set[asyncio.Future[Any]] = {self._applying, push.displaced}
@@ -129,13 +129,13 @@ class WeightReceiver:
                 raise ValueError(f"the version before it is not applied after {2 * APPLY_SECONDS:g} s")
             self.store.check(header, self._engine.status().version)
         if self.store.holds(header):
-            del version.pushes[header.part]  # nothing is missing without it
+            del version.pushes[header.part]  # nothing has to be received
             if not version.pushes and self._receiving is version:
                 self._receiving = None
             return pb.WeightReply.Applied(version=header.target, server_id=self._server_id)
         self.store.check_base(header)
 
-        # 3. Chunks, in any order, until commit and the last of them are there.
+        # 3. Receive chunks in any order, until the commit and all chunks have arrived.
         staging, committed = self.store.stage(header), False
         until = time.monotonic() + RECEIVE_SECONDS + header.payload_bytes / SLOWEST_BYTES
         while not (committed and staging.complete):
@@ -154,8 +154,8 @@ class WeightReceiver:
             for index in again:
                 await push.write(pb.WeightReply(resend=index))
 
-        # 4. The engine takes it when all parts are there. From then on the client's going away changes nothing: all
-        # tensors or none.
+        # 4. Apply it when all parts are complete. From then on a client's disconnect changes nothing: all tensors are
+        # replaced, or none.
         version.staged[header.part] = staging
         if version.complete:
             self._receiving = None
@@ -181,7 +181,7 @@ class WeightReceiver:
         )
 
     def _left(self, push: "_Push") -> None:
-        """A push is over: without it its version does not become whole, unless all parts are there."""
+        """Handles the end of a push: its version can no longer be completed, unless all parts have arrived."""
         version = self._receiving
         if version is None or push not in version.pushes.values():
             return
@@ -192,7 +192,7 @@ class WeightReceiver:
         version.displace()
 
     async def _apply(self, parts: Sequence[Staging]) -> tuple[float, float]:
-        """Seconds: until the host copy was the version; that decoding stood still."""
+        """Applies a complete version. Returns seconds: to update and check the host copy; that decoding was paused."""
         staging = parts[0]
         try:
             began = time.monotonic()
@@ -218,19 +218,19 @@ class WeightReceiver:
 
 
 class _Version:
-    """One that is being received: whole, by one push, or in parts, by one push each."""
+    """A version that is being received: whole by one push, or in parts by one push each."""
 
     def __init__(self, header: pb.WeightHeader):
         self._header, self.headers = header, [header]
         self.target, self.parts = codec.version_from_proto(header.target), max(1, header.parts)
         self.pushes: dict[int, _Push] = {}
-        self.staged: dict[int, Staging] = {}  # those that are there
+        self.staged: dict[int, Staging] = {}  # parts that are complete
         self.applying: asyncio.Task[tuple[float, float]] | None = None
-        self.ended = ""  # why it never becomes whole
+        self.ended = ""  # why it can no longer be completed
         self.all_there: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def lacks(self, header: pb.WeightHeader) -> bool:
-        """Whether a push with this header brings a part of it that no other push brings yet."""
+        """Whether this header belongs to a part of this version that no other push is sending."""
         ours = (self._header.target, self._header.HasField("base"), self._header.base, self.parts)
         same = ours == (header.target, header.HasField("base"), header.base, header.parts)
         return self.parts > 1 and same and header.part not in self.pushes
@@ -240,19 +240,19 @@ class _Version:
         return len(self.staged) == self.parts
 
     def news(self) -> None:
-        """It is complete: those that wait for the other parts are woken."""
+        """Marks the version as complete: wakes pushes that wait for the other parts."""
         self.all_there.set_result(None)
 
     def displace(self) -> None:
-        """It is not received any more: pushes that wait for a message are woken."""
+        """Ends the reception of this version: wakes its pushes."""
         for push in self.pushes.values():
             push.displace()
 
 
 class _Push:
-    """One call: what its client sends, one message after another, and whether it still has the word.
+    """One call: the messages of its client, one after another, and whether another push has displaced it.
 
-    A read is never cancelled: gRPC would refuse the next one. It is left waiting, and gone on with.
+    A read is never cancelled, since gRPC would refuse the next one: the pending read is kept and awaited later.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext):
@@ -264,12 +264,12 @@ class _Push:
         await self._context.write(reply)
 
     def displace(self) -> None:
-        """Another push takes its place: who waits for its next message is woken."""
+        """Marks this push as displaced, which wakes a wait for its next message."""
         if not self.displaced.done():
             self.displaced.set_result(None)
 
     async def next(self, seconds: float, *wakers: "asyncio.Future[None]") -> Any:
-        """The next message or EOF. Raises TimeoutError where there is none after so long; None where a waker woke."""
+        """The next message or EOF; None if a waker finished first. Raises TimeoutError after `seconds`."""
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._context.read())
         await asyncio.wait({self._reading, *wakers}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -281,7 +281,7 @@ class _Push:
         raise TimeoutError
 
     async def next_in_time(self) -> Any:
-        """Raises ValueError where the client says nothing. None where another push has taken its place."""
+        """The next message or EOF; None if the push was displaced. Raises ValueError if the client sends nothing."""
         try:
             return await self.next(STALL_SECONDS, self.displaced)
         except TimeoutError:
@@ -294,6 +294,6 @@ class _Push:
 
 
 def _seen(task: asyncio.Future) -> None:
-    """Marks an error as retrieved: the push that waits for the task reports it, if it is still there."""
+    """Marks an error as retrieved: a push that still waits for the task reports it."""
     if not task.cancelled():
         task.exception()

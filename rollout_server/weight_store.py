@@ -1,12 +1,12 @@
-"""The host copy of the weights, and how a version gets into it before the engine sees any of it.
+"""The host copy of the weights, and how a version is written to it before the engine gets it.
 
-    dense   the chunks are the copy's bytes: from the first of them on it holds no version, until all are there
-    delta   the chunks lie apart;  decoded in full -> written into the copy -> digests of the whole copy -> the engine
-            a wrong digest: what was written is undone, and the copy counts as lost
-    parts   each lies apart;  all of them together are one of the two above
+    dense   the chunks are the copy's bytes: it holds no version from the first chunk until all have arrived
+    delta   chunks in a separate buffer;  decoded in full -> written into the copy -> digests of the whole copy checked
+            -> the engine. If a digest is wrong, the changes are undone and the copy holds no version
+    parts   each in a separate buffer;  together they are one of the two above
 
-`held` is the version that the copy holds, to the bit as the trainer has it; only a delta that starts from it is taken.
-Tensors are views into the copy, never copies of it. Nothing here knows gRPC or an event loop; one version at a time.
+`held` is the version that the copy holds, bit-identical to the trainer's; only a delta that starts from it is accepted.
+Tensors are views into the copy, never copies of it. No gRPC and no event loop here; one version at a time.
 """
 
 import collections
@@ -24,18 +24,18 @@ from scalerl_jax.contract.limits import MAXIMUM_BLOCKS, MAXIMUM_CHUNK_BYTES, MAX
 from scalerl_jax.contract.weight_delta import MAXIMUM_DELTA_SHARE, MAXIMUM_ELEMENTS, Change, Sparse, decode, digest
 from scalerl_jax.contract.weight_parts import Block, Blocks, Box, check_box, check_cover
 
-# Bookkeeping is per chunk, so their number is bounded too: 1 TiB in chunks of 1 MiB.
+# Each chunk needs some bookkeeping, so their number is bounded too: 1 TiB in chunks of 1 MiB.
 MAXIMUM_CHUNKS = 2**20
 
 
 class FullSyncNeeded(ValueError):
-    """No delta will do: a dense version is needed."""
+    """A delta cannot be applied: a dense version is needed."""
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The dtype in which an engine is handed tensors of a sync dtype.
+    """The NumPy dtype in which an engine gets tensors of a sync dtype.
 
-    bfloat16 is ml_dtypes' (which comes with jax); where that is not installed it is the raw bits, uint16.
+    bfloat16 is that of ml_dtypes (which comes with jax); without ml_dtypes it is the raw bits, uint16.
     """
     if name == "float32":
         return np.dtype("<f4")
@@ -48,7 +48,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 class WeightStore:
-    """Checks headers against what the engine's model holds, and owns the host copy."""
+    """Checks headers against the tensors of the engine's model, and owns the host copy."""
 
     def __init__(self, info: EngineInfo, weight_buffer: Callable[[int], np.ndarray]):
         self._shapes = {name: tuple(shape) for name, shape in info.tensors.items()}
@@ -59,12 +59,12 @@ class WeightStore:
         self._buffer: np.ndarray | None = None  # [payload] uint8, from the first version on
         self._offsets: dict[str, int] = {}  # of each tensor in the buffer, in bytes
         self.held: codec.Version | None = None
-        self.chunks_refused = 0  # wrong checksum, since the start of the process
-        self._newest: weakref.ref[Staging] | None = None  # its buffer is the caller's to keep
+        self.chunks_refused = 0  # with a wrong checksum, since the start of the process
+        self._newest: weakref.ref[Staging] | None = None  # weak: the caller owns its buffer
 
     def check_parts(self, headers: Iterable[pb.WeightHeader]) -> None:
-        """Raises ValueError where these parts of one version take more memory than the weights do, or are in more
-        blocks than can be looked at."""
+        """Raises ValueError where these parts of one version take more memory than the weights do, or a tensor has more
+        than MAXIMUM_PARTS blocks."""
         headers = list(headers)
         blocks: collections.Counter[str] = collections.Counter()
         for header in headers:
@@ -81,9 +81,9 @@ class WeightStore:
     # ---------------------------------------------------------------------------------------------- the header
 
     def check(self, header: pb.WeightHeader, held: codec.Version) -> None:
-        """Raises ValueError unless a payload that follows this header can become the weights.
+        """Raises ValueError unless a payload with this header can become the weights.
 
-        `held` is the version that the engine decodes with. Whether a delta starts from the right one is for check_base.
+        `held` is the version that the engine decodes with. check_base checks whether a delta starts from the right one.
         """
         target = codec.version_from_proto(header.target)
         if target.incarnation == 0:
@@ -110,7 +110,7 @@ class WeightStore:
             raise ValueError(f"chunk_bytes {header.chunk_bytes} makes {chunks} chunks, more than {MAXIMUM_CHUNKS}")
 
     def _check_tensors(self, header: pb.WeightHeader) -> None:
-        if len(header.tensors) > len(self._shapes):  # before anything is made of them
+        if len(header.tensors) > len(self._shapes):  # before any work in proportion to them
             raise ValueError(f"the header names {len(header.tensors)} tensors, the model has {len(self._shapes)}")
         given = collections.Counter(tensor.name for tensor in header.tensors)
         if twice := sorted(name for name, count in given.items() if count > 1):
@@ -181,7 +181,7 @@ class WeightStore:
         return self._bytes(self._shapes[tensor.name])
 
     def check_base(self, header: pb.WeightHeader) -> None:
-        """Raises FullSyncNeeded where the host copy does not hold what a delta starts from."""
+        """Raises FullSyncNeeded where the host copy does not hold the version that a delta starts from."""
         if header.HasField("base"):
             base = codec.version_from_proto(header.base)
             if self.held != base:
@@ -189,7 +189,7 @@ class WeightStore:
                 raise FullSyncNeeded(f"the delta starts from {_name(base)}, the host copy holds {holds}")
 
     def holds(self, header: pb.WeightHeader) -> bool:
-        """Whether a delta brings what is there already."""
+        """Whether this is a delta to the version that the copy already holds."""
         return header.HasField("base") and self.held == codec.version_from_proto(header.target)
 
     # ---------------------------------------------------------------------------------------------- the payload
@@ -197,7 +197,7 @@ class WeightStore:
     def stage(self, header: pb.WeightHeader) -> Staging:
         """Starts a version, or one more part of it, whose header has passed the checks.
 
-        A dense version that is whole is staged in the host copy itself.
+        A dense version in one part is staged in the host copy itself.
         """
         if self._buffer is None:
             self._buffer = self._weight_buffer(self._payload_bytes)
@@ -215,23 +215,22 @@ class WeightStore:
 
     @property
     def _staging(self) -> Staging | None:
-        """The last one, while a push holds it."""
+        """The latest Staging, while a push holds it."""
         return self._newest() if self._newest is not None else None
 
     def _place(self, header: pb.WeightHeader) -> None:
-        """Where each tensor of a dense version lies in the host copy."""
+        """Sets the offset of each tensor of a dense version in the host copy."""
         offset = 0
         for tensor in header.tensors:
             self._offsets[tensor.name] = offset
             offset += self._bytes(self._shapes[tensor.name])
 
     def finish(self, staging: Staging, *others: Staging) -> tuple[Mapping[str, np.ndarray], Changes]:
-        """Makes the host copy the version staged: (read-only views of all its tensors, what is new in them).
+        """Writes the staged version into the host copy: (read-only views of all its tensors, their changes).
 
-        others: the other parts of the version. The copy holds no version from here on, until the caller, when the
-        engine has taken it, sets `held`. Takes a while, and may run on any thread. Raises FullSyncNeeded where the
-        version turns out wrong; a delta's tensors are then what they were. Raises ValueError where the parts of a dense
-        version are not all of it.
+        others: the other parts of the version. The copy then holds no version until the caller sets `held`, after the
+        engine has loaded it. Slow; may run on any thread. Raises FullSyncNeeded where the version turns out wrong; a
+        delta's changes are then undone. Raises ValueError where the parts of a dense version do not cover it.
         """
         changes: Changes = dict.fromkeys(self._shapes)
         undo: dict[str, np.ndarray | Change] = {}
@@ -270,7 +269,7 @@ class WeightStore:
                 raise ValueError(f"the parts' blocks of tensor {name}: {error}") from None
 
     def _parts(self, staging: Staging) -> Iterable[tuple[str, Sparse | np.ndarray | Blocks]]:
-        """What a payload has of each tensor."""
+        """The contents of a payload, tensor by tensor."""
         payload, offset, in_parts = staging.payload, 0, staging.header.parts > 1
         for tensor in staging.header.tensors:
             size = self._part_bytes(tensor, staging.header)
@@ -282,11 +281,11 @@ class WeightStore:
             elif in_parts:
                 yield tensor.name, tuple(self._cut(tensor, part))
             else:
-                # Copied: it may begin at an odd byte.
+                # Copied, since it may start at an odd byte.
                 yield tensor.name, np.frombuffer(part.tobytes(), self._dtype).reshape(self._shapes[tensor.name])
 
     def _cut(self, tensor: pb.TensorInfo, part: np.ndarray) -> Iterable[Block]:
-        """The blocks that follow each other in a tensor's bytes."""
+        """Splits a tensor's bytes into its consecutive blocks."""
         offset = 0
         for start, size in _boxes(tensor):
             count = self._bytes(size)
@@ -295,8 +294,8 @@ class WeightStore:
             offset += count
 
     def _decode(self, parts: Sequence[Staging]) -> Changes:
-        """What differs; unchanged tensors are not named. Raises FullSyncNeeded; nothing has been written."""
-        found: dict[str, list[Change] | None] = {}  # None: not by elements alone
+        """Decodes the changes; unchanged tensors are not named. Writes nothing. Raises FullSyncNeeded."""
+        found: dict[str, list[Change] | None] = {}  # None: not only element by element
         for staging in parts:
             for name, part in self._parts(staging):
                 if not isinstance(part, Sparse):
@@ -312,7 +311,7 @@ class WeightStore:
         return {name: None if some is None else _together(name, some) for name, some in found.items()}
 
     def _write(self, parts: Sequence[Staging], changes: Changes) -> dict[str, np.ndarray | Change]:
-        """Writes the changes into the host copy; returns what stood there."""
+        """Writes the changes into the host copy; returns the values that they replaced."""
         undo: dict[str, np.ndarray | Change] = {}
         for name, change in changes.items():
             view = self._view(name).reshape(-1)
@@ -323,7 +322,7 @@ class WeightStore:
             for name, part in self._parts(staging):
                 if not isinstance(part, Sparse):
                     self._set(name, part)
-                elif part.changed and changes[name] is None:  # sparse in this part, and not in another one
+                elif part.changed and changes[name] is None:  # sparse in this part, but not in another
                     self._set(name, decode(part, math.prod(self._shapes[name])))
         return undo
 
@@ -347,7 +346,7 @@ def _boxes(tensor: pb.TensorInfo) -> list[Box]:
 
 
 def _digests(parts: Sequence[Staging]) -> dict[str, int]:
-    """Of the whole tensors; none of those of which a part says nothing."""
+    """Digests of whole tensors, each the sum over all parts; tensors without a digest in some part are left out."""
     totals: dict[str, int] = {}
     digest_counts: collections.Counter[str] = collections.Counter()
     for part in parts:
@@ -359,7 +358,7 @@ def _digests(parts: Sequence[Staging]) -> dict[str, int]:
 
 
 def _together(name: str, changes: Sequence[Change]) -> Change:
-    """The changes of several parts as one. Raises FullSyncNeeded where two have the same position."""
+    """Merges the changes of several parts. Raises FullSyncNeeded where two have the same position."""
     if len(changes) == 1:
         return changes[0]
     positions = np.concatenate([change.positions for change in changes])

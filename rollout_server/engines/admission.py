@@ -1,4 +1,4 @@
-"""What an engine could never serve, however free it was: what a request says, its widths, and token ids."""
+"""Checks for requests that an engine could never serve, even when idle: their values, widths and token ids."""
 
 import collections
 
@@ -8,14 +8,14 @@ from rollout_server.engines.engine import EngineInfo
 from scalerl_jax.contract import limits
 from scalerl_jax.contract.codec import GroupRequest, ScoreRequest
 
-# The widest a request may be; fixed, because an engine that compiles its shapes has them in there.
+# Limits on a request's widths; fixed, because they are shapes that an engine compiles.
 LONGEST_PHRASE = 128
 LONGEST_END = 16
 MOST_STOPS = 16
 
 
 def check_request(request: GroupRequest, info: EngineInfo) -> None:
-    """Raises ValueError where this engine could never serve it, however free it was."""
+    """Raises ValueError where this engine could never serve the request, even when idle."""
     maximum_tokens = info.maximum_tokens
     sampling, interruption = request.sampling, request.interruption
     name = f"group {request.group_id!r}"
@@ -57,14 +57,14 @@ def check_request(request: GroupRequest, info: EngineInfo) -> None:
 
 
 def check_places(group: str, completions: int, info: EngineInfo) -> None:
-    """Raises ValueError where slots and queue together do not hold so many."""
+    """Raises ValueError where slots and queue together cannot hold so many completions."""
     places = info.slots + info.queue_capacity
     if completions > places:
         raise ValueError(f"group {group!r}: {completions} completions, slots and queue hold {places}")
 
 
 def check_score(request: ScoreRequest, info: EngineInfo) -> None:
-    """Raises ValueError on a sequence that cannot be scored as it is asked."""
+    """Raises ValueError where this engine cannot score the request."""
     if not 0 < len(request.token_ids) <= info.maximum_tokens:
         raise ValueError(f"{len(request.token_ids)} tokens to score, not within 1 and {info.maximum_tokens}")
     for what, most in (("top ids", request.top_k), ("target ids", request.target_ids.shape[1])):

@@ -1,4 +1,4 @@
-"""What an engine says of itself: what it was told, and of the model in its folder."""
+"""Makes an EngineInfo from the engine's options and the model in its folder."""
 
 from rollout_server.engines.engine import EngineInfo, EngineOptions
 from scalerl_jax.contract.codec import expert_dtype
@@ -11,15 +11,15 @@ from scalerl_jax.model.tensor_layout import hf_tensors
 def engine_info(
     name: str, options: EngineOptions, config: DecoderConfig | None = None, *, devices: int = 1
 ) -> EngineInfo:
-    """config: of the model in the folder; None: there is none.
+    """config: the config of the model in the folder; None without a model.
 
-    Raises ValueError naming a tokenizer that is broken, and where experts are to be told and cannot be.
+    Raises ValueError naming a broken tokenizer, or where router replay is asked of a model that cannot do it.
     """
-    # What has one name in both means the same.
+    # Fields of the same name mean the same in both classes.
     fields = {name: value for name, value in vars(options).items() if name in EngineInfo.__dataclass_fields__}
     if config is not None:
         longest = min(options.maximum_tokens, config.max_positions)
-        targets = MAXIMUM_SCORE_IDS // longest - 1  # of each token, in a request that has the tokens, too
+        targets = MAXIMUM_SCORE_IDS // longest - 1  # target ids a token, in a request that also holds the tokens
         fields |= {
             "maximum_tokens": longest,
             "maximum_top_k": max(0, min(config.vocab_size, MAXIMUM_TOP_K, targets)),

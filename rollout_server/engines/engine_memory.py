@@ -1,21 +1,21 @@
-"""What a server will take of memory, known before it serves, and the line that says it.
+"""Estimate of a server's memory, made before it serves, and the log line with it.
 
     weights      of the version that it samples with
-    swap         a second version, where an engine holds one while it takes the place of the other
+    swap         a second version, where an engine holds both while one replaces the other
     cache        keys and values of all slots at their longest
-    working      what else the engine needs while it computes
-    host copy    the version as it came, in the sync dtype (weight_store.py)
-    process      what the process takes already: Python, its libraries, compiled programs
+    working      other memory that the engine needs while it computes
+    host copy    the version as it was received, in the sync dtype (weight_store.py)
+    process      memory that the process uses already: Python, its libraries, compiled programs
 
-On an accelerator the first four are the device's and the others the host's; on a CPU all are the host's. Sizes are for
-the worst case that the flags allow, so a server that begins does not end at its thousandth request for want of memory.
+On an accelerator the first four are on the device and the others on the host; on a CPU all are on the host. Sizes are
+for the worst case that the flags allow, so a server that starts does not run out of memory at its thousandth request.
 """
 
 import dataclasses
 
 from scalerl_jax.system.memory import gib
 
-MARGIN = 0.95  # of what is free: so much is advised to fill, since the working memory depends on the slots a little
+MARGIN = 0.95  # share of the free memory that the advice fills, since the working memory depends on the slots a little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +27,9 @@ class EngineMemory:
     token: int  # keys and values of one token of one slot, all layers
     weights: int
     host_copy: int
-    working: int = 0  # not known yet, before anything is compiled
-    copies: float = 0.0  # of the cache, that are there at times beside it: a share of it
-    versions: int = 2  # of the weights, on the device: 1 where they are written in place
+    working: int = 0  # unknown until the programs are compiled
+    copies: float = 0.0  # temporary copies of the cache, as a share of it
+    versions: int = 2  # of the weights on the device; 1 where they are written in place
 
     @property
     def cache(self) -> int:
@@ -41,23 +41,23 @@ class EngineMemory:
 
     @property
     def fixed(self) -> int:
-        """Whatever the slots and their length."""
+        """Bytes that do not depend on the slots and their length."""
         return self.versions * self.weights + self.working
 
     def spare(self, *, device: int | None, host: int, process: int) -> int:
-        """Bytes that are left where the caches are; see `check`."""
+        """Bytes left on the device that holds the caches; see `check` for the arguments."""
         return host - self.on_device - self.host_copy - process if device is None else device - self.on_device
 
     def check(self, *, device: int | None, host: int | None, process: int) -> str:
-        """The line that says it, with what there is.
+        """The log line with the estimate and the memory available.
 
         Args:
           device: bytes that the accelerator has for this process; None: it computes on the CPU.
-          host: bytes that the host has for this process, those that it takes already included; None: not known, and
-            nothing is said of it.
-          process: bytes that it takes already.
+          host: bytes that the host has for this process, those that it uses already included; None: not known, and left
+            out of the line.
+          process: bytes that it uses already.
 
-        Raises ValueError, in one line that says what would fit, where it does not.
+        Raises ValueError where it does not fit, in one line that says what would.
         """
         on_host = self.host_copy + process
         need, there, where = self.on_device, device, "the device"
@@ -82,7 +82,7 @@ class EngineMemory:
         return line
 
     def _remedy(self, free: int) -> str:
-        """What fits into `free` bytes for the cache and its copies."""
+        """The flag values with which the cache and its copies fit into `free` bytes."""
         tokens = max(0, int(MARGIN * free / (1 + self.copies) / self.token))
         slots, length = tokens // self.maximum_tokens, tokens // self.slots // 32 * 32
         choices = [f"--slots={slots}"] * (slots > 0) + [f"--maximum_tokens={length}"] * (length > 0)

@@ -1,4 +1,4 @@
-"""The folder that --model names: what is missing in it is said before anything slow is imported."""
+"""Checks the folder that --model names, before anything slow is imported."""
 
 import glob
 import os
@@ -9,7 +9,7 @@ class UsageError(Exception):
 
 
 def check(folder: str, *, weights: bool) -> None:
-    """Raises UsageError naming what is missing. weights: they are needed too."""
+    """Raises UsageError naming what is missing. weights: whether the weights are needed too."""
     if not folder:
         raise UsageError("--model: a Hugging Face folder is needed")
     if not os.path.isdir(folder):

@@ -34,12 +34,12 @@ Name = tuple[int, str, int]  # (incarnation, group, index) of a completion
 
 
 class Caller:
-    """Who waits for the completions of one request, on an event loop."""
+    """The caller that waits for the completions of one request, on an event loop."""
 
     def __init__(self, request: GroupRequest):
         self.names = [(request.incarnation, request.group_id, wanted.index) for wanted in request.completions]
         self._count, self._loop = len(request.completions), asyncio.get_running_loop()
-        self._results: asyncio.Queue[Completion | Exception | None] = asyncio.Queue()  # None: no more will come
+        self._results: asyncio.Queue[Completion | Exception | None] = asyncio.Queue()  # None: the end
 
     async def completions(self) -> AsyncGenerator[Completion, None]:
         for _ in range(self._count):
@@ -51,17 +51,17 @@ class Caller:
             yield item
 
     def send(self, item: Completion | Exception | None) -> None:
-        """From any thread."""
+        """Sends a completion, an error or the end (None) to the caller; from any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._results.put_nowait, item)
 
 
 class Swap(NamedTuple):
-    """A version that waits to be the engine's."""
+    """A version that waits to replace the engine's."""
 
     version: Version
     weights: Any
-    pause: "concurrent.futures.Future[float]"  # seconds that decoding stood still
+    pause: "concurrent.futures.Future[float]"  # seconds that decoding was paused
 
 
 class RequestQueue:
@@ -71,19 +71,19 @@ class RequestQueue:
         changed: Callable[[], object],
         lock: contextlib.AbstractContextManager[Any] | None = None,
     ):
-        """changed: called (with the lock) whenever something came, ended or lost its slot."""
-        self.version = Version(0, 0)  # what a new request will be sampled by
+        """changed: called (with the lock held) when a sequence arrives, ends or loses its slot, or a swap is staged."""
+        self.version = Version(0, 0)  # the version that will sample a new request
         self.counters = Counters()
         self.waiting: collections.deque[Sequence] = collections.deque()
-        self.running: dict[Sequence, None] = {}  # in slots, in the order they came there
+        self.running: dict[Sequence, None] = {}  # in slots, in the order in which they got them
         self.staged: Swap | None = None
         self.closed = False
         self.info, self._changed, self._lock = info, changed, lock or contextlib.nullcontext()
-        self._callers: dict[Sequence, Caller] = {}  # of all that are not finished
-        self._open: dict[Name, Caller] = {}  # by each completion that they have asked for, finished ones too
+        self._callers: dict[Sequence, Caller] = {}  # of all unfinished sequences
+        self._open: dict[Name, Caller] = {}  # by each completion requested, finished ones included
         self._failure: Exception | None = None
 
-    # ----------------------------------------------------------------------------------------------- who asks
+    # ------------------------------------------------------------------------------------------------ callers
 
     async def generate(self, request: GroupRequest) -> AsyncGenerator[Completion, None]:
         """See Engine.generate."""
@@ -95,9 +95,10 @@ class RequestQueue:
             self.cancel(caller)
 
     def submit(self, request: GroupRequest) -> Caller:
-        """To be cancelled in the end. Raises as Engine.generate does, or RuntimeError where the engine is over.
+        """Queues a request, which must be cancelled in the end.
 
-        Older requests for its completions end, also where it is refused: a caller that retries has given them up.
+        Raises as Engine.generate does, or RuntimeError if the engine has ended. Older requests for its completions end
+        even if it is refused: a caller that retries has given them up.
         """
         caller, maximum_tokens = Caller(request), self.info.maximum_tokens
         with self._lock:
@@ -112,14 +113,14 @@ class RequestQueue:
             return caller
 
     def end_older(self, request: GroupRequest) -> None:
-        """Ends older requests for one of its completions: a caller that retries has given them up."""
+        """Ends older requests for one of this request's completions: a caller that retries has given them up."""
         names = ((request.incarnation, request.group_id, wanted.index) for wanted in request.completions)
         with self._lock:
             if older := {self._open[name] for name in names if name in self._open}:
                 self._end(older, AskedAgain(f"group {request.group_id!r} was asked for again"))
 
     def cancel(self, caller: Caller) -> None:
-        """Frees what it still has of slots and places."""
+        """Frees the slots and queue places that the caller still holds."""
         with self._lock:
             for name in caller.names:
                 if self._open.get(name) is caller:
@@ -145,7 +146,7 @@ class RequestQueue:
             )
 
     def _end(self, callers: Iterable[Caller], why: Exception | None = None) -> None:
-        """Takes what is left of some requests out of queue and slots; `why`: their callers hear of it."""
+        """Removes the unfinished sequences of some callers from queue and slots; `why` is sent to these callers."""
         ending = set(callers)
         lost = [(sequence, caller) for sequence, caller in self._callers.items() if caller in ending]
         for sequence, _ in lost:
@@ -159,7 +160,7 @@ class RequestQueue:
     # --------------------------------------------------------------------------------------------- the engine
 
     def admit(self, ready: Callable[[Sequence], bool] = lambda sequence: True) -> list[Sequence]:
-        """Gives free slots to those that wait and are ready, in their order."""
+        """Gives free slots to waiting sequences that are ready, in their order."""
         free = self.info.slots - len(self.running)
         entering = list(itertools.islice(filter(ready, self.waiting), free))
         for sequence in entering:
@@ -169,7 +170,7 @@ class RequestQueue:
         return entering
 
     def put_back(self) -> None:
-        """Running sequences without a token wait again, before all others and in their order."""
+        """Moves running sequences without a token back to the front of the queue, in their order."""
         empty = [sequence for sequence in self.running if not sequence.length]
         for sequence in empty:
             del self.running[sequence]
@@ -177,19 +178,19 @@ class RequestQueue:
         self._changed()
 
     def finish(self, sequence: Sequence) -> None:
-        """It is over, and its slot free; nothing where it has lost that before."""
+        """Ends a sequence, frees its slot and sends its completion; does nothing if it has lost its slot before."""
         if sequence in self.running:
             del self.running[sequence]
             self._callers.pop(sequence).send(sequence.completion())
             self._changed()
 
     def may_swap(self, version: Version) -> bool:
-        """Whether it may be the next: requests pinned to the version held are finished first."""
+        """Whether this version may be swapped in now: requests pinned to the version held are finished first."""
         pinned = any(sequence.request.pinned_step is not None for sequence in self._callers)
         return version.incarnation != self.version.incarnation or not pinned
 
     def stage(self, version: Version, weights: Any) -> "asyncio.Future[float]":
-        """Has the sampling loop swap the weights as soon as it may; gives the seconds that decoding stood still."""
+        """Stages weights for the sampling loop to swap in as soon as allowed; returns the seconds of the pause."""
         with self._lock:
             self.raise_if_over()
             assert self.staged is None or self.staged.pause.cancelled(), "one version at a time"
@@ -203,14 +204,15 @@ class RequestQueue:
 
     @contextlib.contextmanager
     def swap(self) -> Iterator[Any]:
-        """Around a swap: the weights to be used from here on, None where none are due. Their version is held now."""
+        """Wraps a swap: yields the weights to use from here on, whose version is then held; None if no swap is due."""
         staged = self.staged if self.swap_is_due else None
         self.staged = None if staged else self.staged
         if staged is None or not staged.pause.set_running_or_notify_cancel():
             yield None
             return
         began = time.monotonic()
-        # The version changes before the pause: a request that comes in it is judged by what will sample it.
+        # The version changes before the pause: a request that arrives during it is checked against the version that
+        # will sample it.
         self.set_version(staged.version)
         yield staged.weights
         pause = time.monotonic() - began
@@ -231,7 +233,7 @@ class RequestQueue:
             return EngineStatus(self.version, busy_slots=len(self.running), queued=len(self.waiting), **counters)
 
     def close(self, failure: RuntimeError | None = None) -> None:
-        """Ends every request where it stands, and takes no more. failure: every caller hears of it, now and later."""
+        """Ends every request at once, and accepts no more. failure: raised to every caller, now and later."""
         self.closed, self._failure = True, self._failure or failure
         if self.staged is not None:
             self.staged.pause.cancel()
@@ -245,7 +247,7 @@ class RequestQueue:
 
 
 class QueuedEngine:
-    """What engines do in the same way, by their queue alone; see engines/engine.py for what each method promises."""
+    """The methods that all engines implement by their queue alone; see engines/engine.py for each method."""
 
     def __init__(self, queue: RequestQueue):
         self._queue, self.info = queue, queue.info

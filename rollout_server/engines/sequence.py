@@ -1,11 +1,12 @@
-"""One completion being decoded, from the queue to its end: its tokens, and the spans that are made of them.
+"""One completion being decoded, from the queue to its end: its tokens, and the spans made from them.
 
-    token_ids  5 9 9 1 2 6 8        as they come, a chunk or a token at a time
+    token_ids  5 9 9 1 2 6 8        as they arrive, a chunk or a token at a time
     steps      3 3 3 3 4 4 4        of the weights that sampled (or fed) them   -> versions  (3, 0, 4) (4, 4, 7)
     forced     . . . x x . .        fed, whatever would have been sampled       -> forced    (3, 5)
 
-Who follows the thinking budget depends on the engine: one that decodes inside jit has it on the device, a recording has
-it behind it, and both `extend`; where tokens only arrive on the host, `extend_within_budget` judges each.
+The engine decides where the thinking budget is tracked. An engine that decodes inside jit tracks it on the device, and
+a recording already contains its effect: both call `extend`. An engine whose tokens only arrive on the host calls
+`extend_within_budget`, which checks each token.
 """
 
 import array
@@ -35,21 +36,22 @@ class Counters:
 
 
 class Sequence:
-    """`wanted` of `request`. Its tokens are counted in `counters`; `maximum_tokens` of them and the prompt's fit."""
+    """The completion `wanted` of `request`. Its tokens are counted in `counters`; prompt and completion together have
+    at most `maximum_tokens`."""
 
     def __init__(self, request: GroupRequest, wanted: CompletionRequest, *, counters: Counters, maximum_tokens: int):
         self.request, self.wanted = request, wanted
-        self.asked, self.began = time.monotonic(), 0.0  # when it came into the queue, and into a slot
+        self.asked, self.began = time.monotonic(), 0.0  # when it entered the queue, and a slot
         self.finish_reason = ""  # "stop" | "length" once it is over
-        self.prefix_step: int | None = None  # of the version that made all keys and values of its prompt
+        self.prefix_step: int | None = None  # of the version that computed all keys and values of its prompt
         self._counters, self._maximum_tokens = counters, maximum_tokens
         self._token_ids, self._logprobs = array.array("i"), array.array("f")
         self._steps, self._forced = array.array("q"), array.array("b")
-        self._experts: list[Any] = []  # of the tokens fed: the prompt's, then a part at a time
+        self._experts: list[Any] = []  # of the tokens fed: first the prompt's, then a part at a time
 
     @property
     def length(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         return len(self._token_ids)
 
     @functools.cached_property
@@ -58,7 +60,7 @@ class Sequence:
         return ThinkingBudget(**arguments)
 
     def extend(self, token_ids: Many[int], logprobs: Many[float], forced: Many[bool], step: int) -> None:
-        """The next tokens, sampled (where forced: fed) by the weights of version `step`."""
+        """Appends the next tokens, sampled (fed, where forced) by the weights of version `step`."""
         self._token_ids.extend(token_ids)
         self._logprobs.extend(logprobs)
         self._forced.extend(forced)
@@ -68,7 +70,8 @@ class Sequence:
         self._counters.sampled_tokens += len(token_ids) - fed
 
     def extend_within_budget(self, token_ids: Many[int], logprobs: Many[float], step: int) -> None:
-        """The same, where the thinking budget tells what was forced and where it ends; what comes after is dropped."""
+        """The same, but the thinking budget decides which tokens were forced and where the completion ends; tokens
+        after its end are dropped."""
         for token, logprob in zip(token_ids, logprobs, strict=True):
             if not self.finish_reason:
                 forced = self.budget.advance(token)
@@ -76,20 +79,20 @@ class Sequence:
                 self.finish_reason = self.budget.finish
 
     def begin_experts(self, of_prompt: Any, known: int) -> None:
-        """of_prompt: [known or more, layers, experts per token], also of a device: it is fetched at the end. Those of
-        the tokens behind it are to be `fed`; what was said before is dropped."""
+        """Starts the record of experts with the prompt's; an earlier record is dropped. Experts of later tokens come by
+        `fed`. of_prompt: [known or more, layers, experts per token]; may be on a device, and is fetched at the end."""
         self._experts = [(of_prompt, known)]
 
     def fed(self, experts: np.ndarray) -> None:
-        """[tokens, layers, experts per token] of the tokens fed next."""
+        """Appends the experts [tokens, layers, experts per token] of the tokens fed next."""
         self._experts.append((experts, len(experts)))
 
     def tokens_fed(self) -> np.ndarray:
-        """[tokens] int32: prompt and completion, all but the last one."""
+        """[tokens] int32: prompt and completion without the last token."""
         return np.concatenate([self.request.prompt, np.array(self._token_ids[:-1], np.int32)])
 
     def only_step(self) -> int | None:
-        """Of the version that made all of its keys and values; None: several have."""
+        """The step of the version that computed all of its keys and values; None if several did."""
         steps = {self.prefix_step, *self._steps}
         return steps.pop() if len(steps) == 1 else None
 

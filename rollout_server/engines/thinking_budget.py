@@ -4,9 +4,9 @@
     PHRASE   the phrase's tokens are fed, whatever the model would sample: forced (-> ANSWER)
     ANSWER   sampled; ends with the answer budget: "length"
 
-A token of stop_token_ids that was sampled ends the completion in any phase, "stop"; so does a full cache, "length".
-A pure function of the tokens so far: two processes that see the same tokens are in the same phase. The engine that
-decodes inside jit has the same machine for all its slots at once (jax/decode.py).
+A sampled token of stop_token_ids ends the completion in any phase with "stop"; a full cache ends it with "length".
+The phase is a pure function of the tokens so far: two processes that see the same tokens are in the same phase. The
+engine that decodes inside jit has the same state machine for all its slots at once (jax/decode.py).
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from scalerl_jax.contract.codec import CompletionRequest, GroupRequest
 
 
 class ThinkingBudget:
-    """Where one completion stands.
+    """The phase and remaining budget of one completion.
 
     Args:
-      phrase, end: token ids of the forced phrase and of what ends thinking; see codec.Interruption.
-      thinking_budget: sampled tokens of thinking; 0, or no phrase: all answer.
+      phrase, end: token ids of the forced phrase and of the end of thinking; see codec.Interruption.
+      thinking_budget: sampled tokens of thinking; with 0, or no phrase, the whole completion is the answer.
       answer_budget: sampled tokens of the answer.
       stops: sampled tokens that end the completion.
       capacity: tokens that the completion may have, forced ones included.
@@ -41,13 +41,13 @@ class ThinkingBudget:
         self._left = thinking_budget if self._thinking else answer_budget  # sampled tokens left of the phase's budget
         self._answer_budget = answer_budget
         self._capacity_left = capacity
-        self._recent: list[int] = []  # the last sampled tokens, as many as could end thinking
-        self._to_force = 0  # tokens of the phrase that are still to be fed
+        self._recent: list[int] = []  # the last sampled tokens, as many as end_of_thinking has
+        self._to_force = 0  # tokens of the phrase still to be fed
         self.finish = ""  # "stop" | "length" once it is over
 
     @staticmethod
     def arguments(request: GroupRequest, wanted: CompletionRequest, *, maximum_tokens: int) -> dict[str, Any]:
-        """Plain lists and numbers, for another process too."""
+        """The constructor's arguments as plain lists and numbers, which can be sent to another process."""
         return {
             "phrase": list(request.interruption.text_token_ids),
             "end": list(request.interruption.end_of_thinking_token_ids),
@@ -59,17 +59,17 @@ class ThinkingBudget:
 
     @property
     def forced(self) -> int | None:
-        """The token that must come next; None: it is sampled."""
+        """The token that must come next; None if it is sampled."""
         return self._phrase[-self._to_force] if self._to_force else None
 
     @property
     def longest(self) -> int:
-        """Tokens it can still have, if it is not over before."""
+        """The most tokens that can still follow."""
         spent = len(self._phrase) + self._answer_budget if self._thinking else self._to_force
         return min(self._capacity_left, self._left + spent)
 
     def advance(self, token: int) -> bool:
-        """Goes on by one token; True where it was forced. It must not be over."""
+        """Advances by one token; returns whether it was forced. The completion must not have ended."""
         assert not self.finish
         forced = self._to_force > 0
         self._capacity_left -= 1

@@ -1,5 +1,5 @@
-"""The flags of the commands that have a workdir or a page, apart from what reads them: --help and a wrong flag are
-answered before jax is imported.
+"""The flags of the commands that have a workdir or a page. No heavy imports: --help and a wrong flag are answered
+before jax is imported.
 
 Each function may be called more than once. The flags of the config are not absl's: config_io.py reads them.
 """
@@ -120,7 +120,7 @@ def report() -> None:
 
 
 def _http() -> None:
-    """Of a server of HTTP before rollout servers."""
+    """Flags of an HTTP server in front of rollout servers."""
     if "port_file" not in FLAGS:
         flags.DEFINE_string(
             "model", None, "Hugging Face folder of the model that the servers sample from.", required=True

@@ -1,6 +1,6 @@
-"""What --help prints: what the command is, its flags, and every field of the config with what the file says beside it.
+"""The text of --help: the command's docstring, its flags, and every field of the config with its comment.
 
-Nothing is imported to find out: docstrings and comments are read from the source.
+No module is imported for it: docstrings and comments are read from the source.
 """
 
 import ast
@@ -23,8 +23,8 @@ _PACKAGES = ("scalerl_jax.", "rollout_server.", "launch.")  # absl's own flags s
 
 
 def text(module: str, *, config: bool, required: bool = True) -> str:
-    """The help of the command that `module` is. config: it takes --config, which may be `required`. Its flags are
-    defined by now."""
+    """The help of the command in `module`, whose flags are already defined. config: it has --config; required: it
+    needs --config."""
     parts = [docstring(module), "flags:", *map(_flag, _own_flags())]
     if config:
         must = " (required)" if required else ""
@@ -40,9 +40,9 @@ def docstring(module: str) -> str:
 
 
 def comments(module: str) -> dict[tuple[str, str], str]:
-    """(class, field) -> the comment at the field, of every annotated field in the file that is one line long.
+    """(class, field) -> the field's comment, for every annotated field of one line in the file.
 
-    It stands behind the field, or on lines of its own right above it.
+    The comment follows the field, or is on separate lines directly above it.
     """
     found, above, group = {}, list[str](), ""
     for line in _source(module).splitlines():
@@ -58,7 +58,7 @@ def comments(module: str) -> dict[tuple[str, str], str]:
 
 
 def _source(module: str) -> str:
-    # Of the package alone: to find a module inside another package, that one is imported.
+    # find_spec of the package only: for a module inside it, find_spec would import the package.
     package, *inside = module.split(".")
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None
@@ -122,7 +122,7 @@ def _wrapped(start: str, body: str, *, indent: int = 6) -> str:
 
 
 def print_if_asked(module: str, *, config: bool, required: bool = True) -> None:
-    """Ends the process with code 0 where the command line asks for help."""
+    """Prints the help and ends the process with code 0 if the command line asks for it."""
     if any(item in _ASKED for item in sys.argv[1:]):
         sys.stdout.write(text(module, config=config, required=required))
         sys.stdout.flush()

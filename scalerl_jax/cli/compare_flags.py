@@ -1,8 +1,8 @@
-"""The flags that scalerl-compare has beside those of scalerl-fit. Apart from what reads them, see command_flags.py."""
+"""The flags of scalerl-compare besides those of scalerl-fit. No heavy imports, see command_flags.py."""
 
 from absl import flags
 
-SEED_MARGIN = 0.02  # scaling/fit.py says why
+SEED_MARGIN = 0.02  # for the reason see scaling/fit.py
 
 BASELINE = flags.DEFINE_string("baseline", None, "Run that the others are compared with. Default: the first.")
 MARGIN = flags.DEFINE_float(

@@ -1,4 +1,4 @@
-"""What every command does around its main: read flags, turn a user's mistake into one line, leave with a code."""
+"""Runs a command's main: reads flags, turns a user's mistake into one line, exits with a code."""
 
 import contextlib
 import os
@@ -17,11 +17,11 @@ from scalerl_jax.system import ending, files, signals
 
 
 class UserError(ValueError):
-    """A mistake of the user's that is no config field: a folder, a file, an address. The message is one line."""
+    """A user's mistake outside the config: a folder, a file, an address. The message is one line."""
 
 
 def run_command(main: Callable[[list[str]], None]) -> NoReturn:
-    """Runs a command without a config file, and ends the process; main gets the arguments that are no flags.
+    """Runs a command without a config file, and ends the process; main gets the arguments that are not flags.
 
     A UserError or ConfigError is printed as one line; exit code 2.
     """
@@ -40,7 +40,7 @@ def run_with_config(main: Callable[[Config], None]) -> NoReturn:
 
 
 def run_with_arguments(main: Callable[[Config, list[str]], None], *, default: Config) -> NoReturn:
-    """The same for a command with arguments that are no flags, which does without --config: then it is `default`."""
+    """The same for a command with arguments that are not flags; without --config its config is `default`."""
     command_help.print_if_asked(_module_of(main), config=True, required=False)
     try:
         config, rest = parse_argv(sys.argv[1:], default=default)
@@ -50,7 +50,7 @@ def run_with_arguments(main: Callable[[Config, list[str]], None], *, default: Co
 
 
 def run_with_config_later(main: Callable[[GivenConfig], None]) -> NoReturn:
-    """The same for a command whose config without --config it finds itself: it gets what is said of the config."""
+    """The same for a command that finds its config itself without --config: main gets the config's flags as given."""
     command_help.print_if_asked(_module_of(main), config=True, required=False)
     try:
         given, rest = read_argv(sys.argv[1:])
@@ -62,11 +62,12 @@ def run_with_config_later(main: Callable[[GivenConfig], None]) -> NoReturn:
 def answer_at_once(
     module: str, *, config: bool, default: Config | None = None, later: bool = False
 ) -> tuple[Config | GivenConfig, list[str]] | None:
-    """What needs nothing of the command's own imports: its help, and what is wrong with its flags and its config.
+    """Prints help, and reports mistakes in flags and config, without the command's own imports.
 
-    module: the command's, which defines the same flags when it runs. default: the config of a command that does without
-    --config; later: it is known to the command alone. Ends the process, or returns the config (of a command that has it
-    later what is said of it, of one that has none Config()) and the arguments that are no flags; None: help is asked.
+    module: the command's module, which defines the same flags when it runs. default: the config without --config, if it
+    is optional. later: without --config only the command itself can find its config. Ends the process, or returns the
+    config (a GivenConfig with `later`, Config() for a command without one) and the arguments that are not flags.
+    Returns None for --helpfull and --helpxml.
     """
     command_help.print_if_asked(module, config=config, required=default is None and not later)
     rest, parsed = sys.argv[1:], Config()
@@ -84,7 +85,7 @@ def answer_at_once(
 
 
 def check_early(check: Callable[[], None]) -> None:
-    """Runs what finds mistakes before the command's own imports; ends the process where it finds one."""
+    """Runs a check before the command's own imports; ends the process where it finds a mistake."""
 
     def run_check() -> None:
         signals.expect("interrupted")
@@ -99,7 +100,8 @@ def check_early(check: Callable[[], None]) -> None:
 
 
 def config_of_run(workdir: str) -> Config:
-    """The config in a run folder. Raises UserError naming --workdir where it is none, or its config cannot be read."""
+    """The config of a run folder. Raises UserError naming --workdir where this is no run folder or its config cannot be
+    read."""
     path = os.path.join(workdir, "config.json")
     if not os.path.isfile(path):
         raise UserError(f"--workdir={workdir}: no config.json there, so it is not the folder of a run")
@@ -108,9 +110,9 @@ def config_of_run(workdir: str) -> Config:
 
 
 def check_out(name: str, path: str) -> None:
-    """Raises UserError where nothing can be written at `path`, so that it is known before the work is done.
+    """Raises UserError where `path` cannot be written to, before any work is done.
 
-    name: of the flag that gave the path, whose folders may still have to be made.
+    name: the flag that gave the path. Folders of the path need not exist yet.
     """
     folder = os.path.abspath(path)
     while not os.path.lexists(folder):
@@ -127,7 +129,7 @@ def fail(message: str) -> NoReturn:
 
 
 def _run(main: Callable[[list[str]], None], argv: list[str]) -> NoReturn:
-    """Runs it with what is left of the arguments when the flags are read, and ends the process."""
+    """Runs main with the arguments left after the flags were read, and ends the process."""
     ending.run(lambda: app.run(lambda rest: _guarded(lambda: main(rest)), argv=argv, flags_parser=_parse))
 
 
@@ -139,14 +141,14 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def _module_of(main: Callable[..., None]) -> str:
-    """The name it is imported by, also where it is the script that was started."""
+    """The import name of main's module, even if it is the script that was started."""
     module = sys.modules[main.__module__]
     return module.__spec__.name if module.__spec__ is not None else module.__name__
 
 
 def _guarded(main: Callable[[], None]) -> None:
     if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO; --verbosity=0 brings it back
+        logging.set_verbosity(logging.WARNING)  # Orbax logs much at INFO; --verbosity=0 shows it
     with signals.installed():
         try:
             main()
@@ -154,10 +156,10 @@ def _guarded(main: Callable[[], None]) -> None:
             signals.wait_if_exiting()
             fail(str(error))
         except OSError as error:
-            if error.filename is None or error.errno is None:  # a fault of ours, not of a file's
+            if error.filename is None or error.errno is None:  # a bug, not a file's fault
                 raise
             fail(f"{error.filename}: {files.reason(error)}")
-        except signals.Interrupted as stop:  # everything that was open is closed by now
+        except signals.Interrupted as stop:  # all open resources are closed by now
             signals.wait_if_exiting()
             sys.stderr.write(f"{stop.line}\n")
             raise SystemExit(128 + stop.number) from None
@@ -165,9 +167,9 @@ def _guarded(main: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def user_mistakes(*kinds: type[Exception], before: str = "") -> Iterator[None]:
-    """Around code that reads what the user gave: errors of these kinds (none: ValueError) become a UserError.
+    """Wraps code that reads a user's input: errors of these kinds (by default ValueError) become a UserError.
 
-    before: what their line begins with.
+    before: prefix of the message.
     """
     caught = kinds or (ValueError,)
     try:

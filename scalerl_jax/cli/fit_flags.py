@@ -1,4 +1,4 @@
-"""The flags of scalerl-fit, which scalerl-compare has too. Apart from what reads them, see cli/command_flags.py."""
+"""The flags of scalerl-fit, which scalerl-compare has too. No heavy imports, see cli/command_flags.py."""
 
 from absl import flags
 

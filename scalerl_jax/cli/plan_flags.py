@@ -1,9 +1,9 @@
-"""The flags of scalerl-plan. Apart from what reads them, see cli/command_flags.py."""
+"""The flags of scalerl-plan. No heavy imports, see cli/command_flags.py."""
 
 from absl import flags
 
-# Of their own until `define`: --out, --target and others are flags of other commands, too, and one process may import
-# several of these.
+# Kept apart until `define`: other commands also have --out, --target and others, and one process may import several of
+# these modules.
 VALUES = flags.FlagValues()
 
 TOPOLOGY = flags.DEFINE_string(
@@ -73,7 +73,7 @@ OUT = flags.DEFINE_string("out", "", "JSON file to write: all that is printed, a
 
 
 def define() -> None:
-    """Makes them flags of the command."""
+    """Adds them to the command's flags."""
     for name in VALUES:
         if name not in flags.FLAGS:
             flags.FLAGS[name] = VALUES[name]

@@ -1,10 +1,10 @@
-"""The flags of scalerl-study. Apart from what reads them, see command_flags.py."""
+"""The flags of scalerl-study. No heavy imports, see command_flags.py."""
 
 import re
 
 from absl import flags
 
-FOR_LAUNCH: list[str] = []  # with --render: the flags that are not the study's but scalerl-launch's
+FOR_LAUNCH: list[str] = []  # with --render: the flags of scalerl-launch
 STUDY = flags.DEFINE_list("study", [], "Names of studies in --studies, with commas between.")
 BASE = flags.DEFINE_string("base", "", "Python file whose get_config() returns the base of all members.")
 STUDIES = flags.DEFINE_string(
@@ -30,7 +30,7 @@ BASELINE = flags.DEFINE_string("baseline", "", "Member that the others are compa
 
 
 def move_launch_flags(argv: list[str]) -> None:
-    """With --render: moves what is no flag of this process from `argv` to FOR_LAUNCH."""
+    """With --render: moves flags that this process does not define from `argv` to FOR_LAUNCH."""
     if not any(re.match("--?render(=|$)", item) for item in argv):
         return
     rest = argv[1:]

@@ -1,4 +1,4 @@
-"""The flags that scalerl-fit has for watching its files. Apart from what reads them, see cli/command_flags.py."""
+"""The flags with which scalerl-fit watches its files. No heavy imports, see cli/command_flags.py."""
 
 from absl import flags
 

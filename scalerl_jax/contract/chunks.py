@@ -1,10 +1,10 @@
-"""Chunks of weights as they travel: protobuf's bytes, without the copies that its classes make of them.
+"""Encodes and decodes chunks of weights: protobuf's bytes, without the copies that its classes make of them.
 
     WeightMessage{chunk: {index, data, crc32}}   =   12 <length>  08 <index>  12 <length> data  1d <crc32>
 
-A dense version is mostly `data`. It is copied once when a chunk is written and not at all when one is read, in whatever
-order its fields come and whichever of them are left out for being zero; every other message goes through protobuf, and
-may not be long, since protobuf makes an object of every two bytes of it. Numbers are varints, little-endian.
+A dense version is mostly `data`. It is copied once when a chunk is written and not at all when one is read, in any
+order of its fields and even if some are omitted because they are zero; every other message goes through protobuf, and
+must not be long, since protobuf may make an object of every two bytes of it. Numbers are varints, little-endian.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """Data in parts that follow each other, or, where it was read, in one."""
+    """Data in consecutive parts, or in one part if it was read."""
 
     index: int
     parts: Sequence[Buffer]
@@ -39,7 +39,7 @@ class Chunk:
 
 
 def crc32(*parts: Buffer) -> int:
-    """Of parts that follow each other; the same as zlib's, by the processor's carry-less products."""
+    """Checksum of consecutive parts; the same as zlib's, by the processor's carry-less products."""
     value = 0
     for part in parts:
         value = zlib_ng.crc32(part, value)
@@ -52,7 +52,7 @@ def cut(index: int, parts: Sequence[Buffer]) -> Chunk:
 
 
 def to_bytes(message: pb.WeightMessage | Chunk) -> bytes:
-    """What gRPC sends."""
+    """The bytes that gRPC sends."""
     if not isinstance(message, Chunk):
         return message.SerializeToString()
     head = b"\x08" + _varint(message.index) + b"\x12" + _varint(message.size)
@@ -62,9 +62,9 @@ def to_bytes(message: pb.WeightMessage | Chunk) -> bytes:
 
 
 def from_bytes(data: bytes, *, longest: int = limits.MAXIMUM_MESSAGE_BYTES) -> pb.WeightMessage | Chunk:
-    """What gRPC has received: never a message of kind `chunk`, but a Chunk.
+    """Decodes bytes that gRPC has received: a message of kind `chunk` is always returned as a Chunk.
 
-    Raises protobuf's DecodeError, and ValueError where what is not plainly a chunk has more than `longest` bytes.
+    Raises protobuf's DecodeError, and ValueError if data that is not plainly a chunk has more than `longest` bytes.
     """
     if (chunk := _chunk(data)) is not None:
         return chunk
@@ -77,7 +77,7 @@ def from_bytes(data: bytes, *, longest: int = limits.MAXIMUM_MESSAGE_BYTES) -> p
 
 
 def _chunk(data: bytes) -> Chunk | None:
-    """A view of the data; None where it is another message, or one chunk written in an odd way."""
+    """A view of the data; None if it is another message, or a chunk in an unusual encoding."""
     index, start, end, checksum, fields = 0, 0, 0, 0, 0
     try:
         if data[0] != 0x12:
@@ -116,7 +116,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """(value, where it ends). Raises IndexError where the data ends before it does, or after 5 bytes."""
+    """(value, where it ends). Raises IndexError if the data ends before it does, or after 5 bytes."""
     value = 0
     for number in range(5):
         byte = data[at + number]

@@ -1,6 +1,6 @@
 """Plain Python values for what travels on the wire, and the conversion both ways.
 
-Everything outside this package speaks in the frozen dataclasses below; only this file touches the generated protobuf
+Everything outside this package uses the frozen dataclasses below; only this file touches the generated protobuf
 classes' bulk fields. Arrays are little-endian on the wire whatever the machine.
 
 Left out on purpose: nothing here knows an engine or a trainer; numpy and protobuf are all it needs.
@@ -50,7 +50,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Interruption:
-    """The forced phrase, and the tokens that end thinking; both empty where a completion is all answer."""
+    """The forced phrase, and the tokens that end thinking; both empty if a completion is all answer."""
 
     text_token_ids: tuple[int, ...] = ()
     end_of_thinking_token_ids: tuple[int, ...] = ()
@@ -75,11 +75,11 @@ class GroupRequest:
     interruption: Interruption = Interruption()
     minimum_step: int = 0
     pinned_step: int | None = None
-    router_replay: bool = False  # its completions are to come with their experts
-    session: str = ""  # of which its completions are turns; empty: there are none
+    router_replay: bool = False  # its completions must include their experts
+    session: str = ""  # that its completions are turns of; empty: none
 
     def most_tokens(self, wanted: CompletionRequest) -> int:
-        """Of one of its completions at the longest, forced tokens included."""
+        """Most tokens of one of its completions, forced tokens included."""
         return wanted.thinking_budget + len(self.interruption.text_token_ids) + self.sampling.answer_budget
 
 
@@ -97,18 +97,18 @@ class Completion:
     finish_reason: str  # "stop" | "length" | "aborted"
     queued_seconds: float = 0.0
     sampling_seconds: float = 0.0
-    # [prompt + tokens - 1, layers, experts per token] uint8 | uint16: of each token fed; None: not told
+    # [prompt + tokens - 1, layers, experts per token] uint8 | uint16: of each token fed; None: not reported
     experts: np.ndarray | None = None
-    # What follows is never on the wire. (start, end) of what an environment said between turns, among `forced`.
+    # The fields below are never on the wire. (start, end) of an environment's replies between turns, among `forced`.
     replies: tuple[tuple[int, int], ...] = ()
-    # Of an agent, whose turns need not be one path: the prompt of this branch, [tokens] int32 (None: the row's), and
-    # the branches behind the first one. A turn that several branches share is a reply in all but the first.
+    # Of an agent, whose turns may form several paths: the prompt of this branch, [tokens] int32 (None: the row's), and
+    # the branches after the first one. A turn that several branches share is a reply in all but the first.
     prompt: np.ndarray | None = None
     others: tuple["Completion", ...] = ()
 
     @property
     def branches(self) -> tuple["Completion", ...]:
-        """Each a sequence to train on."""
+        """The sequences to train on."""
         return (self, *self.others)
 
     @property
@@ -131,13 +131,13 @@ class Completion:
         return mask
 
     def sampled_ids(self) -> np.ndarray:
-        """All that was sampled, of every branch: [tokens] int32."""
+        """The sampled tokens of every branch: [tokens] int32."""
         return np.concatenate([branch.token_ids[branch.sampled()] for branch in self.branches])
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoreRequest:
-    """A sequence to score from the token at place `first` on: n = tokens - first of them."""
+    """A sequence to score from the token at position `first` on: n = tokens - first of them."""
 
     token_ids: np.ndarray  # [tokens] int32
     first: int = 0
@@ -150,7 +150,7 @@ class ScoreRequest:
             object.__setattr__(self, "target_ids", none)
 
     def ids(self) -> np.ndarray:
-        """[n, 1 + k] int32: each token itself, then its targets; -1 where nothing is asked or predicted."""
+        """[n, 1 + k] int32: each token itself, then its targets; -1 where nothing is requested or predicted."""
         ids = np.concatenate([self.token_ids[self.first :, None], self.target_ids], axis=1).astype(np.int32)
         ids[: self.first == 0] = -1
         return ids
@@ -158,7 +158,7 @@ class ScoreRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Of those n tokens, each given the ones before it, at temperature 1. At place 0: 0, and -1 for the ids."""
+    """Scores of those n tokens, each given the ones before it, at temperature 1. Position 0 has 0, and -1 as ids."""
 
     logprobs: np.ndarray  # [n] float32
     top_ids: np.ndarray  # [n, top_k] int32, the most likely first
@@ -171,8 +171,8 @@ class TeacherScores:
     """A teacher's log-probs of one sequence of t tokens, at temperature 1; the first token, which nothing predicts, has
     0 and no ids.
 
-    ids: at each token those of the k that are compared there, each once and -1 for none: the teacher's most likely ones
-    or the student's, as the form of distillation wants. None: there are only the log-probs of the sequence itself.
+    ids: the k ids that are compared at each token, each once and -1 for none: the teacher's most likely ones or the
+    student's, depending on the form of distillation. None: there are only the log-probs of the sequence itself.
     """
 
     logprobs: np.ndarray  # [t] float32, of the sequence's own tokens
@@ -185,7 +185,7 @@ def encode_ids(ids: Sequence[int] | np.ndarray) -> bytes:
 
 
 def decode_ids(data: bytes) -> np.ndarray:
-    """[tokens] int32. Raises ValueError where the bytes are not whole int32s."""
+    """[tokens] int32. Raises ValueError if the bytes are not whole int32s."""
     return np.frombuffer(data, dtype="<i4").astype(np.int32)
 
 
@@ -236,7 +236,7 @@ def request_to_proto(request: GroupRequest) -> pb.GenerateRequest:
 def request_from_proto(message: pb.GenerateRequest) -> GroupRequest:
     """Raises ValueError on bytes that are no tokens, and on a name that is too long.
 
-    Whether it can be served, its server says (rollout_server/engines/admission.py).
+    The server decides whether it can be served (rollout_server/engines/admission.py).
     """
     for field in ("group_id", "session"):
         if (length := len(getattr(message, field))) > limits.MAXIMUM_NAME_CHARACTERS:
@@ -303,7 +303,7 @@ def completion_from_proto(message: pb.Completion) -> Completion:
 
 
 def expert_dtype(experts: int) -> np.dtype[Any]:
-    """In which the ids of so many experts travel."""
+    """The dtype in which the ids of that many experts travel."""
     return np.dtype(np.uint8 if experts <= 2**8 else np.uint16)
 
 
@@ -342,7 +342,7 @@ def score_request_to_proto(request: ScoreRequest) -> pb.ScoreRequest:
 
 
 def score_request_from_proto(message: pb.ScoreRequest) -> ScoreRequest:
-    """Raises ValueError on bytes that are not so many ids. Whether it can be served, its server says."""
+    """Raises ValueError on bytes that are not the right number of ids. The server decides whether it can be served."""
     token_ids, first, targets = decode_ids(message.token_ids), message.first, len(message.target_ids)
     if first >= max(len(token_ids), 1):
         raise ValueError(f"first is {first}, of {len(token_ids)} tokens to score")

@@ -1,12 +1,12 @@
-"""One line that tells whether two tokenizers give the same meaning to the same token ids.
+"""A hash that shows whether two tokenizers give the same meaning to the same token ids.
 
     fingerprint = sha256( canonical JSON of {kind, tokens: [[id, token], ...] by id, merges or scores} )
 
-Only what ties ids to text goes in. The rest of a `tokenizer.json` (normalizer, padding, flags, the order of its keys,
-whether a special token stands in the vocabulary or beside it, how a merge is spelled) differs between two savings of
-one tokenizer by different versions of `tokenizers` and `transformers`, and a generator never turns text into ids.
+Only what maps ids to text is hashed. The rest of a `tokenizer.json` (normalizer, padding, flags, the order of its keys,
+whether a special token is in the vocabulary or in `added_tokens`, how a merge is spelled) differs between copies of one
+tokenizer saved by different versions of `tokenizers` and `transformers`, and a generator never turns text into ids.
 
-Standard library only: a generator must not need `tokenizers` to say which one it has.
+Standard library only: a generator must not need `tokenizers` to identify its own.
 """
 
 import hashlib
@@ -42,9 +42,9 @@ def _meaning(content: dict[str, Any]) -> dict[str, Any]:
     else:  # Unigram: [[token, score], ...] by id
         tokens = {number: token for number, (token, _) in enumerate(vocabulary)}
         meaning["scores"] = [float(score) for _, score in vocabulary]
-    # Special tokens stand in the vocabulary, beside it, or in both; on the same id they are the same token.
+    # Special tokens are in the vocabulary, in added_tokens, or in both; on the same id they are the same token.
     tokens.update({int(added["id"]): added["content"] for added in content.get("added_tokens") or []})
     if "merges" in model:  # spelled "a b" by old versions, ["a", "b"] by new ones
         meaning["merges"] = [m.split(" ") if isinstance(m, str) else list(m) for m in model["merges"]]
-    # Old files leave the kind out where it is BPE.
+    # Old files omit the kind if it is BPE.
     return meaning | {"kind": model.get("type") or "BPE", "tokens": sorted([n, t] for n, t in tokens.items())}

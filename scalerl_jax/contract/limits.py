@@ -8,7 +8,7 @@ MAXIMUM_CHUNK_BYTES = 16 * 2**20
 # A chunk and its envelope, or a very long completion (12 bytes a token at most, and those of its experts).
 MAXIMUM_MESSAGE_BYTES = 64 * 2**20
 
-# What a server takes in one message: a chunk and its envelope, of all that is sent to it the longest.
+# The longest message that a server accepts: a chunk and its envelope, the longest of all that is sent to it.
 MAXIMUM_REQUEST_BYTES = MAXIMUM_CHUNK_BYTES + 2**16
 
 # Hosts of one trainer, each of which sends a part of a version.
@@ -17,15 +17,15 @@ MAXIMUM_PARTS = 4096
 # Of one tensor in one part: what a host's devices hold of it.
 MAXIMUM_BLOCKS = 1024
 
-# The name of a group comes back with every completion of it.
+# The name of a group is returned with every completion of it.
 MAXIMUM_NAME_CHARACTERS = 512
 
-# Top ids of a token that is scored, and targets. A request holds its tokens' ids and targets (16 MiB), and a reply what
-# is told of as many (48 MiB).
+# Top ids of a token that is scored, and targets. A request holds its tokens' ids and targets (16 MiB), and a reply the
+# scores of as many (48 MiB).
 MAXIMUM_TOP_K = 512
 MAXIMUM_SCORE_IDS = MAXIMUM_CHUNK_BYTES // 4
 
-# Temperatures at which every engine's float32 log-probabilities are finite, and of the distribution asked for: below,
+# Temperatures at which every engine's float32 log-probabilities are finite, and of the distribution requested: below,
 # vLLM samples at another one. And the share of the mass under which its threshold is lost among the denormals.
 TEMPERATURES = (0.01, 100.0)
 SMALLEST_TOP_P = 1e-6
@@ -42,8 +42,8 @@ _BOTH_ENDS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
-# How long a server that was told to stop may take, by its engine; then it exits whatever hangs, and later its parent
-# may kill it. vLLM gives its own processes 5 s and their workers as long, one after the other.
+# How long a server may take to stop, by its engine; then it exits whatever hangs, and later its parent may kill it.
+# vLLM gives its own processes 5 s and their workers as long, one after the other.
 STOP_SECONDS = {"jax": 5.0, "vllm": 30.0}
 
 # http_proxy and https_proxy are meant for the web; gRPC would dial servers of this machine through them too. Only

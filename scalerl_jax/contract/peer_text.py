@@ -1,22 +1,22 @@
-"""What the other end says, made fit for a log line or for the details of an error.
+"""Makes a peer's text fit for a log line or for the details of an error.
 
 printable(text)  for a log: one line, printable, cut; it can neither forge another line nor fill a disk
-details(text)    for gRPC: besides, no longer than DETAIL_BYTES. Details travel in a header, and a header that is too
-                 long arrives as RESOURCE_EXHAUSTED, which means something else
+details(text)    for gRPC: also no longer than DETAIL_BYTES. Details travel in a header, and a header that is too long
+                 arrives as RESOURCE_EXHAUSTED, which means something else
 LogLimit         how often one thing is logged: a flood of it must not fill a disk either
 """
 
 import collections
 
-LONGEST = 300  # characters of what one peer said in one line of a log, where the caller does not say
+LONGEST = 300  # characters of one peer's text in one line of a log, by default
 DETAIL_BYTES = 1024  # of UTF-8
 TELL_SECONDS = 60.0  # between two lines of one kind
 
 
 def printable(text: object, *, longest: int = LONGEST) -> str:
-    """The text in one line: what is not printable is escaped, what is too long is cut and its length told.
+    """The text in one line: unprintable characters are escaped, a text that is too long is cut and its length given.
 
-    Only the part that is shown is looked at, however long the text is.
+    Only the part that is shown is processed, however long the text is.
     """
     whole = text if isinstance(text, str) else str(text)
     shown = "".join(map(_escaped, whole[:longest]))
@@ -39,14 +39,14 @@ def _escaped(character: str) -> str:
 
 
 class LogLimit:
-    """Says of each kind of event when it is worth a line again."""
+    """Limits how often each kind of event is logged."""
 
     def __init__(self) -> None:
         self._logged_at: dict[str, float] = {}
         self._unlogged: collections.Counter[str] = collections.Counter()
 
     def happened(self, kind: str, *, now: float) -> int:
-        """How often it has since the last line; 0: it is too early for another. `kind` is ours, not a server's."""
+        """Counts an event; returns how many to log now, 0 if it is too early. `kind` is our text, not a server's."""
         self._unlogged[kind] += 1
         if now - self._logged_at.get(kind, -TELL_SECONDS) < TELL_SECONDS:
             return 0

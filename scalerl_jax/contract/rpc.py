@@ -1,4 +1,4 @@
-"""Both ends of the service, as the schema lists its methods, with chunks of weights as chunks.py has them."""
+"""Both ends of the service, as the schema lists its methods, with chunks of weights encoded by chunks.py."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -14,12 +14,12 @@ from scalerl_jax.contract.limits import MAXIMUM_MESSAGE_BYTES
 _ROLLOUT = pb.DESCRIPTOR.services_by_name["Rollout"]
 SERVICE = _ROLLOUT.full_name
 
-# What an interceptor calls next: the interceptors behind it, then the service.
+# What an interceptor calls next: the interceptors after it, then the service.
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
 
 
 class Stub(rollout_pb2_grpc.RolloutStub):
-    """The client's end, on a channel of grpc.aio. A reply that cannot be decoded comes as None."""
+    """The client's end, on a channel of grpc.aio. A reply that cannot be decoded is returned as None."""
 
     def __init__(self, channel: Any):
         super().__init__(channel)
@@ -34,7 +34,7 @@ class Stub(rollout_pb2_grpc.RolloutStub):
 
 
 def kind(client_streaming: bool, server_streaming: bool) -> str:
-    """What gRPC calls methods of that kind: unary_unary, unary_stream, ..."""
+    """gRPC's name for methods of that kind: unary_unary, unary_stream, ..."""
     return "_".join("stream" if streaming else "unary" for streaming in (client_streaming, server_streaming))
 
 
@@ -44,7 +44,7 @@ def handler(client_streaming: bool, server_streaming: bool, serve: Callable[...,
 
 
 def _decoder(message: Any) -> Callable[[bytes], Any]:
-    """gRPC makes None of what a decoder cannot read, too, but logs a traceback for each."""
+    """Decodes to None what cannot be decoded. gRPC would do that too, but log a traceback for each."""
 
     def decode(data: bytes) -> Any:
         try:
@@ -56,7 +56,7 @@ def _decoder(message: Any) -> Callable[[bytes], Any]:
 
 
 def add_to_server(servicer: Any, server: grpc.aio.Server, *, longest_header: int = MAXIMUM_MESSAGE_BYTES) -> None:
-    """longest_header: bytes of the longest message to PushWeights that is no chunk."""
+    """longest_header: bytes of the longest message to PushWeights that is not a chunk."""
     handlers = {}
     for method in _ROLLOUT.methods:
         read = getattr(pb, method.input_type.name).FromString

@@ -1,16 +1,16 @@
 """TLS and the token, at both ends of a connection.
 
     trainer                                          server
-      connect(address, Credentials)                    Access.credentials   certificate, key, whose clients it believes
+      connect(address, Credentials)                    Access.credentials   certificate, key, the clients' authority
         TLS: the server's certificate is checked       TokenInterceptor     every call of every service, health and
         against `authority`, `certificate` is shown                         reflection too
         authorization: Bearer TOKEN, with every call
 
 A call without the right token is ended with UNAUTHENTICATED before any of its messages is read. Tokens are compared in
-constant time, and stand in no log, no config and no repr. A token without TLS can be read from the packets: it keeps
+constant time, and appear in no log, no config and no repr. A token without TLS can be read from the packets: it keeps
 out other users of one machine, but no client on a network.
 
-Left out on purpose: no users, no rights. Who may talk to a server may do all that the contract offers.
+Left out on purpose: no users, no rights. A client that may talk to a server may do all that the contract offers.
 """
 
 import contextlib
@@ -41,24 +41,24 @@ _VALIDITY = re.compile(rb"\x30[\x1e\x20\x22]" + _TIME + _TIME)
 
 
 def validity(pem: bytes) -> list[tuple[datetime.datetime, datetime.datetime]]:
-    """(from, until) of each certificate in PEM, in order. Raises ValueError where one has no dates as above."""
+    """(from, until) of each certificate in PEM, in order. Raises ValueError if one has no dates as above."""
     return [_validity(ssl.PEM_cert_to_DER_cert(block.decode("ascii"))) for block in _PEM.findall(pem)]
 
 
 def check_validity(
     pem: bytes, *, where: str, one_is_enough: bool = False, now: datetime.datetime | None = None
 ) -> None:
-    """Raises ValueError that begins with `where` and tells the date, where the first certificate is not valid now.
+    """Raises ValueError that begins with `where` and names the date, if the first certificate is not valid now.
 
-    The first is the one shown. Those behind it are a warning: a peer may find another chain to an authority it trusts,
-    as with an authority that was signed by an old one as well, and needs none of them.
-    one_is_enough: raises only where none is valid, as for a list of authorities. now: by default this machine's clock.
+    The first is the one shown. For those after it a warning is logged: a peer may find another chain to an authority it
+    trusts, as with an authority that was signed by an old one as well, and needs none of them.
+    one_is_enough: raises only if none is valid, as for a list of authorities. now: by default this machine's clock.
     """
     now = now or datetime.datetime.now(datetime.UTC)
     try:
         dates = validity(pem)
     except ValueError:
-        return  # odd, but not for us to say
+        return  # unusual, but not judged here
     if one_is_enough and any(begin <= now <= end for begin, end in dates):
         return
     for number, (begin, end) in enumerate(dates, 1):
@@ -102,7 +102,7 @@ log = logging.getLogger(__name__)
 class Credentials:
     """A client's certificate and token, and the authority it trusts. An empty one is a plain connection."""
 
-    authority: bytes = b""  # PEM of who signs the servers' certificates; empty: no TLS
+    authority: bytes = b""  # PEM of the signer of the servers' certificates; empty: no TLS
     certificate: bytes = dataclasses.field(default=b"", repr=False)  # PEM, for servers that ask for one
     key: bytes = dataclasses.field(default=b"", repr=False)
     token: str = dataclasses.field(default="", repr=False)
@@ -114,7 +114,7 @@ PLAIN = Credentials()
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """Who may talk to a server."""
+    """Which clients may talk to a server."""
 
     credentials: grpc.ServerCredentials | None = None  # None: no TLS
     client_certificates: bool = False  # a client must show one
@@ -125,7 +125,7 @@ class Access:
         return [TokenInterceptor(self.token)] if self.token else []
 
     def words(self, host: str) -> str:
-        """Who can talk to a server that listens on `host`."""
+        """Which clients can talk to a server that listens on `host`."""
         who = "this machine only" if is_loopback(host) else "every client that reaches it"
         tls = "no TLS" if self.credentials is None else "TLS"
         return f"{who}: {tls}{', client certificates' * self.client_certificates}, {'a' if self.token else 'no'} token"
@@ -150,7 +150,7 @@ def read_token(path: str, *, where: str) -> str:
 
 
 def exposed(path: str, *, where: str) -> str:
-    """What is wrong with the mode of a file that holds a secret, in one line; empty where nothing is."""
+    """What is wrong with the mode of a file that holds a secret, in one line; empty if nothing is."""
     mode = stat.S_IMODE(os.stat(path).st_mode) if path else 0
     if not mode & 0o007:
         return ""
@@ -159,7 +159,7 @@ def exposed(path: str, *, where: str) -> str:
 
 
 def read_authority(path: str, *, where: str) -> bytes:
-    """Certificates in PEM. Raises ValueError that begins with `where`: not that, or not valid now."""
+    """Certificates in PEM. Raises ValueError that begins with `where`: not PEM, or not valid now."""
     if not path:
         return b""
     data = _read(path, where)
@@ -183,7 +183,7 @@ def read_pair(certificate: str, key: str, *, where: tuple[str, str]) -> tuple[by
         return b"", b""
     data = _read(certificate, where[0]), _read(key, where[1])
     try:
-        # A password is asked for on the terminal unless there is one.
+        # OpenSSL asks for a password on the terminal unless one is given.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: b"-")
     except (ssl.SSLError, ValueError) as error:
         why = _reason(error)
@@ -214,7 +214,7 @@ def _reason(error: Exception) -> str:
 class _TokenChannel:
     """A channel whose every call carries the token.
 
-    No interceptor: those of grpc.aio put a proxy between caller and stream, which reads ahead and hides errors.
+    Not an interceptor: those of grpc.aio put a proxy between caller and stream, which reads ahead and hides errors.
     """
 
     def __init__(self, channel: Any, token: str):
@@ -228,7 +228,7 @@ class _TokenChannel:
 
 
 def dial(address: str, credentials: Credentials, *, secure: Callable[..., Any], insecure: Callable[..., Any]) -> Any:
-    """A channel to host:port by gRPC's functions that make one, over TLS where there is an authority; without token."""
+    """A channel to host:port, made by gRPC's `secure` if there is an authority, else by `insecure`; without token."""
     if not credentials.authority:
         return insecure(address, options=limits.CHANNEL_OPTIONS)
     name = [("grpc.ssl_target_name_override", credentials.name)] if credentials.name else []
@@ -250,7 +250,7 @@ def connect_here(address: str, credentials: Credentials = PLAIN) -> Iterator[Any
 
 
 def refusal(error: grpc.RpcError, credentials: Credentials) -> str:
-    """Why the two ends do not trust each other, in words; empty where something else ended the call."""
+    """Why the two ends do not authenticate each other, in words; empty if something else ended the call."""
     code, details = error.code(), " ".join((error.details() or "").split())
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return "it does not take the token" if credentials.token else "it asks for a token"
@@ -268,8 +268,8 @@ def refusal(error: grpc.RpcError, credentials: Credentials) -> str:
         return "it speaks without TLS"
     if "handshake failed" in details:
         return f"the TLS handshake failed ({details.rpartition('OPENSSL_internal:')[2]})"
-    # In TLS 1.3 a client is through with the handshake before the server looks at its certificate, and gRPC servers
-    # say nothing when they close. What the client sees of it depends on what was still under way between the two.
+    # In TLS 1.3 a client finishes the handshake before the server checks its certificate, and gRPC servers give no
+    # reason when they close. What the client sees depends on what was still in flight between the two.
     if "failed to connect" in details and CLOSED.search(details):
         if not credentials.authority:
             return "it closes the connection at once, as a server with TLS does"
@@ -282,7 +282,7 @@ def refusal(error: grpc.RpcError, credentials: Credentials) -> str:
 
 
 def server_credentials(certificate: bytes, key: bytes, client_authority: bytes = b"") -> grpc.ServerCredentials:
-    """client_authority: PEM of who signs the clients' certificates; empty: none is asked for."""
+    """client_authority: PEM of the signer of the clients' certificates; empty: none is required."""
     return grpc.ssl_server_credentials([(key, certificate)], client_authority or None, bool(client_authority))
 
 
@@ -316,7 +316,7 @@ def _digest(value: str | bytes) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether listening on `host` lets in this machine only. Raises ValueError where the name is unknown."""
+    """Whether listening on `host` admits this machine only. Raises ValueError if the name is unknown."""
     try:
         answers = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:

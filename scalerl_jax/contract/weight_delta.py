@@ -1,12 +1,12 @@
-"""What changed between two versions of the weights, as bytes, and the digest by which the result is checked.
+"""The changes between two versions of the weights, as bytes, and the digest that checks the result.
 
     gaps     positions p[0] < p[1] < ... in row-major order as p[0], p[i] - p[i-1] - 1, each a varint: 7 bits a byte,
-             the low ones first, the high bit says that more follow
-    values   what stands there in the new version, 2 bytes each: replacements, never differences
+             the low ones first, the high bit is set if more follow
+    values   the new version's values there, 2 bytes each: replacements, never differences
     digest   sum over elements of mix(bits * a(row) + b(column)) mod 2^32, see rollout.proto
 
 Values are compared and carried as bits (uint16): -0.0 and the payloads of not-a-number are values like any other.
-One pass of NumPy over what changed; only the digest looks at whole tensors.
+One pass of NumPy over what changed; only the digest reads whole tensors.
 
 Left out on purpose: entropy coding of the values. They are half of a delta, and nearly all noise.
 """
@@ -32,13 +32,13 @@ MIX = 0x7FEB352D
 FINAL = (0x85EBCA6B, 0xC2B2AE35)
 ROW_SALT, COLUMN_SALT = 0x9E3779B9, 0x7F4A7C15
 
-# Elements that the digest looks at together: their uint32 stay in a core's second-level cache.
+# Elements that the digest processes at once: their uint32 stay in a core's second-level cache.
 _BLOCK = 2**15
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Where one tensor of a new version differs from the version held, and what stands there."""
+    """The positions where one tensor of a new version differs from the version held, and the new values."""
 
     positions: np.ndarray  # [changed] int64, into the tensor in row-major order, ascending, none twice
     values: np.ndarray  # [changed] in sync dtype, or its bits
@@ -46,7 +46,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Sparse:
-    """A change as it travels."""
+    """A change in its encoded form."""
 
     changed: int
     gaps: np.ndarray  # [gap bytes] uint8
@@ -61,13 +61,13 @@ class Sparse:
 class WeightDelta:
     """From version `base` to version `step` of one incarnation."""
 
-    base: int | None  # None: nothing to start from; only the digests are there
+    base: int | None  # None: there is no base, only the digests are given
     step: int
-    # All of them; an array: the whole tensor's bits. One host's part: what it has of each, blocks for arrays.
+    # All tensors; an array is the whole tensor's bits. In one host's part: its share of each, blocks instead of arrays.
     tensors: Mapping[str, Sparse | np.ndarray | Blocks]
-    digests: Mapping[str, int]  # of the whole tensors of `step`; of a part, of what the host has of them
+    digests: Mapping[str, int]  # of the whole tensors of `step`; in a part, of what the host has of them
     shapes: Mapping[str, tuple[int, ...]]
-    held: int | None = None  # of a part: elements that the host has
+    held: int | None = None  # in a part: elements that the host has
 
     @property
     def nbytes(self) -> int:
@@ -78,12 +78,12 @@ class WeightDelta:
 
     @property
     def elements(self) -> int:
-        """That the delta is of."""
+        """Number of elements, changed or not, in the tensors that the delta covers."""
         return sum(math.prod(shape) for shape in self.shapes.values()) if self.held is None else self.held
 
     @property
     def changed(self) -> int:
-        """Elements that travel; those of whole tensors count all."""
+        """Number of elements that are sent; of a tensor sent whole all count."""
         return sum(
             part.changed
             if isinstance(part, Sparse)
@@ -95,12 +95,12 @@ class WeightDelta:
 
     @property
     def whole(self) -> int:
-        """Tensors that travel whole, or all of this host's blocks of them."""
+        """Number of tensors that are sent whole, or as all of this host's blocks of them."""
         return sum(not isinstance(part, Sparse) for part in self.tensors.values())
 
 
 def encode(change: Change) -> Sparse:
-    """A change as it travels."""
+    """The change in its encoded form."""
     positions = np.asarray(change.positions, np.int64)
     values = np.ascontiguousarray(change.values).view(np.uint16)
     gaps = np.diff(positions, prepend=-1) - 1
@@ -126,7 +126,7 @@ def encode(change: Change) -> Sparse:
 
 
 def decode(sparse: Sparse, size: int) -> Change:
-    """The change of a tensor of `size` elements. Raises ValueError where the gaps are not what they must be."""
+    """The change of a tensor of `size` elements. Raises ValueError if the gaps are invalid."""
     data, count = sparse.gaps, sparse.changed
     ends = np.flatnonzero(data < 0x80)
     if len(ends) != count or (len(data) and data[-1] >= 0x80):
@@ -176,7 +176,7 @@ def merge(deltas: Sequence[WeightDelta]) -> WeightDelta:
 
 
 def digest(tensor: np.ndarray) -> int:
-    """Of a tensor in a dtype of 2 bytes, see rollout.proto."""
+    """The digest of a tensor in a dtype of 2 bytes, see rollout.proto."""
     bits = np.ascontiguousarray(tensor).view(np.uint16)
     columns = bits.shape[-1] if bits.ndim else 1
     bits = bits.reshape(-1, columns) if bits.size else np.zeros((0, 1), np.uint16)

@@ -1,4 +1,4 @@
-"""A version in parts: of each tensor some blocks, and where they must lie; see WeightHeader in rollout.proto."""
+"""A version in parts: some blocks of each tensor, and where they must lie; see WeightHeader in rollout.proto."""
 
 import dataclasses
 import math
@@ -32,7 +32,7 @@ Box = tuple[Sequence[int], Sequence[int]]  # start, size
 
 
 def check_box(box: Box, shape: Sequence[int]) -> int:
-    """Its elements. Raises ValueError where it is none of a tensor of `shape`."""
+    """The box's number of elements. Raises ValueError if it does not lie within a tensor of `shape`."""
     start, size = box
     if len(start) != len(shape) or len(size) != len(shape):
         raise ValueError(f"a block of {len(start)} and {len(size)} dimensions in a tensor of {len(shape)}")

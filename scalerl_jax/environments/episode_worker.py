@@ -129,9 +129,7 @@ def main() -> None:
                 try:
                     die_with_parent()
                     os.setsid()  # the programs that it starts are in its process group and can be killed with it
-                    signal.signal(
-                        signal.SIGCHLD, signal.SIG_DFL
-                    )  # an environment may start programs and wait for them
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an environment may start programs and wait for them
                     control.close()
                     _play(connection, environments, configs)
                 finally:

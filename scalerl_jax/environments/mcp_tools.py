@@ -30,9 +30,7 @@ from scalerl_jax.environments.score_worker import die_with_parent
 from scalerl_jax.environments.scorer_pool import START_SECONDS, worker_environment
 
 LONGEST_MESSAGE = 4 * 2**20  # bytes of a line of a server's process, or of an HTTP response
-MOST_LINES = (
-    10_000  # of a server's process in an episode: each line with a request uses kilobytes until it is answered
-)
+MOST_LINES = 10_000  # of a server's process in an episode: each line with a request uses kilobytes until it is answered
 LONGEST_TOOL = 2**16  # characters of a tool's schema as JSON
 MOST_TOOLS = 128  # of a server
 LONGEST_ERROR = 400  # characters

@@ -1,10 +1,10 @@
-"""A run's agents: their processes, the gateway that they ask, and what becomes of their sessions.
+"""A run's agents: their processes, the gateway that they call, and how their sessions become completions.
 
-    gateway      on a port of this machine, with a key that the agents have; on a thread of its own
-    turn         is asked of the fleet under the completion's group, so that no token of an agent is too stale for its
-                 batch; temperature, budgets and seeds are the run's, whatever the client asks for
-    journal      sessions/NAME.journal of the run folder, until the group is trained on and that is saved: where the
-                 trainer has been killed, the agent begins again, and what it asks as before is answered from there
+    gateway      on a port of this machine, with a key that the agents have; on a separate thread
+    turn         is requested from the fleet under the completion's group, so that no token of an agent is too stale
+                 for its batch; temperature, budgets and seeds are the run's, whatever the client asks for
+    journal      sessions/NAME.journal of the run folder, until the group is trained on and that is saved: if the
+                 trainer was killed, the agent restarts, and the calls that it repeats are answered from the journal
 
 A turn whose answer the agent has not read is not trained on. Evaluations have no journals.
 """
@@ -51,7 +51,7 @@ def agents_of(
     config: Config, scorer: Scorer, tokenizer: Tokenizer, requests: Requests, *, folder: str = "",
     saved: Callable[[], int] = lambda: 0,
 ) -> "Iterator[RunAgents | None]":  # fmt: skip
-    """Those of the run's environments, see RunAgents; None: there are none."""
+    """The agents of the run's environments, see RunAgents; None if there are none."""
     if not scorer.agents:
         yield None
         return
@@ -63,9 +63,9 @@ def agents_of(
 class RunAgents:
     """A context manager.
 
-    folder: of the journals; "": there are none. saved: the step from which the run would go on, now.
+    folder: of the journals; "": there are none. saved: returns the step from which the run would resume now.
 
-    Raises ValueError, one line, where the gateway is not installed, and OSError naming the folder.
+    Raises ValueError, one line, if the gateway is not installed, and OSError naming the folder.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RunAgents:
             self._drop_unsaved(saved())
 
     def __enter__(self) -> "RunAgents":
-        from scalerl_jax.gateway.app import Gateway, Options  # Starlette, which is installed for agents alone
+        from scalerl_jax.gateway.app import Gateway, Options  # Starlette, which is installed for agents only
 
         listening = listen("127.0.0.1", 0)
         listening.listen(2048)
@@ -148,7 +148,7 @@ class RunAgents:
             self._sweep()
         journalled = not name.startswith(EVALUATION)
         called = name = name.replace("/", "-")
-        if attempt:  # what it had before is not to be trained on, by a later start neither
+        if attempt:  # its earlier turns must not be trained on, not after a restart either
             called = f"{name}-again{attempt}"
             before = f"{name}-again{attempt - 1}" if attempt > 1 else name
             if self._folder:
@@ -187,12 +187,12 @@ class RunAgents:
     # ---- journals
 
     def _journals(self) -> list[tuple[int, str]]:
-        """Of each the number of its group, and its path."""
+        """(number of its group, path) of each journal."""
         found = ((_JOURNAL.fullmatch(name), name) for name in os.listdir(self._folder))
         return [(int(match[1]), os.path.join(self._folder, name)) for match, name in found if match]
 
     def _sweep(self) -> None:
-        """Removes those that no start of the run would need."""
+        """Removes the journals that no restart of the run would need."""
         self._swept = time.monotonic()
         first = self._saved() * self._config.rollout.prompts_per_step
         for number, path in self._journals():
@@ -200,7 +200,7 @@ class RunAgents:
                 os.unlink(path)
 
     def _drop_unsaved(self, newest: int) -> None:
-        """Removes those with tokens of versions that the run will train again, with other weights."""
+        """Removes the journals with tokens of versions that the run will train again, with other weights."""
         for _, path in self._journals():
             journal = Journal(path)
             turns = (turn for record in journal.records for turn in record.get("turns", ()))
@@ -215,13 +215,13 @@ class _Run:
 
     def __init__(self, ask: Ask, session: Session):
         self._ask, self._session = ask, session
-        self._last: Process | None = None  # who sampled its last turn
-        self._over = False  # it wanted more turns than there may be
+        self._last: Process | None = None  # that sampled its last turn
+        self._over = False  # it requested more turns than allowed
         self.waited = 0.0  # seconds in which a turn was being sampled
         self._asked, self._since = 0, 0.0
 
     def how(self, failure: EpisodeFailed) -> str:
-        """How a run that failed has ended."""
+        """How a failed run ended."""
         if failure.late:
             return "deadline"
         return "max_turns" if self._over else "max_tokens" if self._session.full else "failed"
@@ -251,7 +251,7 @@ class _Run:
 
 
 class _Fleet:
-    """What the gateway samples on (generators.Sampler): the fleet, through the agents that run."""
+    """The gateway's Sampler (generators.py): samples on the fleet, through the agents that run."""
 
     def __init__(self, maximum_tokens: int, *, turn_tokens: int, most_turns: int):
         self.maximum_tokens, self._turn_tokens, self._most_turns = maximum_tokens, turn_tokens, most_turns
@@ -287,7 +287,7 @@ _NOTHING = Completion(0, "", 0, np.zeros(0, np.int32), np.zeros(0, np.float32), 
 
 
 def completions_of(session: Session) -> list[tuple[Completion, tuple[Part, ...]]]:
-    """Of each branch, and by whom it was sampled."""
+    """The completion of each branch, and which processes sampled it."""
     found, counted = [], set[int]()
     for branch in branches(session.turns, leaves=session.answered):
         found.append(_completion(branch, [session.turns[i] for i in branch.turns], counted))
@@ -296,11 +296,11 @@ def completions_of(session: Session) -> list[tuple[Completion, tuple[Part, ...]]
 
 
 def _completion(branch: Branch, turns: Sequence[Turn], counted: set[int]) -> tuple[Completion, tuple[Part, ...]]:
-    """counted: turns that an earlier branch has, which are a reply here."""
+    """counted: turns that an earlier branch has; here they count as replies."""
     at, forced, replies, parts = 0, list[tuple[int, int]](), list[tuple[int, int]](), list[Part]()
     for turn in turns:
         process = Process(*turn.server.rsplit(" ", 1))
-        begin = at + (len(turn.added) if parts else 0)  # the root's are the prompt
+        begin = at + (len(turn.added) if parts else 0)  # the root's added tokens are the prompt
         end = begin + len(turn.token_ids)
         given = [(at, begin), *([(begin, end)] if turn.turn_id in counted else [])]
         replies += [span for span in given if span[0] < span[1]]

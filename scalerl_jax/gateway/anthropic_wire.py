@@ -1,4 +1,4 @@
-"""Anthropic's wire: /v1/messages, and its stream of events."""
+"""Anthropic's protocol: /v1/messages, and its stream of events."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from scalerl_jax.gateway.wire import Asked, bad, field, number
 
 
 def messages(body: Mapping[str, Any], *, counted: bool = False) -> Asked:
-    """Raises ApiError naming the field at fault. counted: only counted, so that max_tokens may be left out."""
+    """Raises ApiError naming the field at fault. counted: tokens are only counted, so max_tokens may be missing."""
     choice = field(body, "tool_choice", dict, {"type": "auto"}).get("type")
     if choice not in ("auto", "none"):
         raise bad("tool_choice: auto and none are offered", "tool_choice")
@@ -36,7 +36,7 @@ def messages(body: Mapping[str, Any], *, counted: bool = False) -> Asked:
 
 
 def _messages(given: Any, where: str) -> list[dict[str, Any]]:
-    """A user's message with results of tools is one of each and one of what the user says."""
+    """A user's message with tool results becomes one message for each result and one for the user's text."""
     if not isinstance(given, dict) or given.get("role") not in ("user", "assistant", "system"):
         raise bad(f"{where}: must have the role user or assistant", where)
     content = given.get("content")
@@ -113,7 +113,7 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
 
 
 def events(found: Mapping[str, Any]) -> Iterator[str]:
-    """The events of a stream that bring an answer."""
+    """The events that stream an answer."""
     usage = {**found["usage"], "output_tokens": 0}
     begun = {**found, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield event("message_start", message=begun)

@@ -1,8 +1,8 @@
 """The HTTP routes of the gateway, as a Starlette application.
 
-A call belongs to a session: by the path, /s/{session}/v1/..., by the header X-Session-ID, or by the key
-sk-scalerl-{session}. One that names none is sampled and not recorded, and ends with its connection; a session's goes on
-and waits for the retry.
+A call names its session by the path, /s/{session}/v1/..., by the header X-Session-ID, or by the key
+sk-scalerl-{session}. A call without a session is sampled and not recorded, and ends with its connection; a call of a
+session continues and waits for a retry.
 """
 
 import asyncio
@@ -35,10 +35,10 @@ from scalerl_jax.system import metrics_endpoint
 
 _log = logging.getLogger(__name__)
 
-PING_SECONDS = 15.0  # of a stream that has nothing to bring yet: clients give up a silent connection
+PING_SECONDS = 15.0  # of a stream that has no data yet: clients give up a silent connection
 RETRY_SECONDS = 1  # for a client that found the queues full
 METRICS_PREFIX = "scalerl_gateway_"
-MOST_ABOUT_BYTES = 2**16  # of what POST /sessions is told
+MOST_ABOUT_BYTES = 2**16  # of the fields sent to POST /sessions
 _SESSION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 Turns = tuple[Turn, ...]
@@ -46,9 +46,9 @@ Turns = tuple[Turn, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """names: that the model may be asked for by, the first is its own; "*": by any. token: "": none is asked for.
+    """names: the model names that clients may use, the first is its own; "*": any. token: "": none is required.
 
-    sampling: whose temperature and the like count, the client's or a run's.
+    sampling: whose temperature and other sampling parameters apply, the client's or a run's.
     """
 
     names: tuple[str, ...]
@@ -108,7 +108,7 @@ class Gateway:
                     self._check_token(request)
                 response = await serve(request)
             except ClientDisconnect:
-                response = Response(status_code=400)  # nobody reads it
+                response = Response(status_code=400)  # no client reads it
             except Exception as error:  # noqa: BLE001 (every fault has an answer)
                 response = _failed(request, _as_api_error(error))
             self._answers[str(response.status_code),] += 1
@@ -122,16 +122,16 @@ class Gateway:
         wire.check_key(secret, self._options.token, whose="gateway")
 
     def _session(self, request: Request) -> Session | None:
-        """None: the request names none."""
+        """The request's session; None if it names none."""
         key, name = _key(request), request.path_params.get("session") or request.headers.get("x-session-id")
         if name is None and key.startswith(KEY):
             name = key.removeprefix(KEY).partition(":")[0]
         return None if name is None else self._sessions.find(_session_name(name))
 
-    # ---- what is sampled
+    # ---- routes that sample
 
     async def _ask(self, request: Request, body: Mapping[str, Any], asked: Sequence[Asked]) -> "_Sampling":
-        """Begins to sample what is asked."""
+        """Starts sampling for a request."""
         self._check_model(body)
         session = self._session(request)
         alone = session is None
@@ -229,7 +229,7 @@ class Gateway:
 
         return await _answered(request, body, sampling, answer, responses_wire.events)
 
-    # ---- what is not
+    # ---- routes that do not
 
     async def _count_tokens(self, request: Request) -> Response:
         body = await wire.body_of(request)
@@ -336,7 +336,7 @@ class Gateway:
         return JSONResponse(found)
 
     def _open_name(self, request: Request) -> str:
-        """Of a session that is there; after a restart it comes from its journal."""
+        """The name of an existing session; after a restart it is restored from its journal."""
         name = request.path_params["name"]
         if not _SESSION.fullmatch(name) or not self._sessions.known(name):
             raise ApiError(404, f"there is no session {name!r}", code="session_not_found")
@@ -351,13 +351,13 @@ class Gateway:
 
 
 class _Sampling:
-    """What was begun for one request. alone: of no session. by: whose sampling parameters count."""
+    """The sampling started for one request. alone: without a session. by: whose sampling parameters apply."""
 
     def __init__(self, session: Session, task: "asyncio.Task[list[Turns]]", *, alone: bool, by: str):
         self.session, self.task, self._alone, self.by = session, task, alone, by
 
     def name(self, found: Sequence[Turns]) -> str:
-        """Of the answer; a retry's is the same."""
+        """The answer's id; a retry's is the same."""
         return f"{self.session.name}-{found[0][0].turn_id}"
 
     def prompt(self, turns: Turns) -> list[int]:
@@ -365,7 +365,7 @@ class _Sampling:
         return np.concatenate([self.session.path(turn.parent), turn.added]).tolist()
 
     def leave(self) -> None:
-        """The connection is gone, or what was asked is answered."""
+        """Called when the connection is gone or the request is answered."""
         self.task.cancel()
         if self._alone:
             self.session.close()
@@ -375,7 +375,7 @@ async def _answered(
     request: Request, body: Mapping[str, Any], sampling: _Sampling, answer: Callable[[Sequence[Turns]], dict[str, Any]],
     events: Callable[[Mapping[str, Any]], Iterator[str]],
 ) -> Response:  # fmt: skip
-    """The response, or the stream of `events` where the body asks for one. An error before anything is sent is one."""
+    """The response, or the stream of `events` if the body asks for one. Raises an error before anything is sent."""
     streamed = body.get("stream") is True
     gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
     try:
@@ -455,7 +455,7 @@ def _as_api_error(error: Exception) -> ApiError:
     if status == 500:
         _log.error("a request failed", exc_info=error)
         return ApiError(500, "the gateway failed; its log has the reason", code=code)
-    # The OpenAI client asks again after a 409 unless it is told not to.
+    # The OpenAI client retries after a 409 unless this header forbids it.
     headers = {409: {"x-should-retry": "false"}, 429: {"retry-after": str(RETRY_SECONDS)}}.get(status, {})
     return ApiError(status, " ".join(str(error).split())[:1000], code=code, headers=headers)
 
@@ -473,6 +473,6 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 def _identified(response: Response) -> Response:
-    """With an id for it under the names by which OpenAI's and Anthropic's clients know it."""
+    """Adds a request id, under the header names of OpenAI's and of Anthropic's clients."""
     response.headers["x-request-id"] = response.headers["request-id"] = uuid.uuid4().hex
     return response

@@ -1,6 +1,6 @@
-"""Messages as tokens, and tokens as a message: one model's chat template, thinking, calls of tools, stop strings.
+"""Messages as tokens, and tokens as a message: one model's chat template, thinking, tool calls, stop strings.
 
-{"role": "system" | "user" | "assistant" | "tool", "content": text}    and where there are any
+{"role": "system" | "user" | "assistant" | "tool", "content": text}    and optionally
 "reasoning_content": text                                               of an assistant: its thinking
 "tool_calls": [{"id", "type": "function", "function": {"name", "arguments": {...}}}]
 "tool_call_id": text                                                    of a tool
@@ -22,15 +22,15 @@ from scalerl_jax.environments.tool_calls import HERMES, Schemas, form_of, split_
 from scalerl_jax.gateway.sessions import Message
 from scalerl_jax.model.decoder_config import read_config
 
-_LONGEST_OPENING = 16  # tokens at the end of a prompt that are looked at for the beginning of thinking
+_LONGEST_OPENING = 16  # tokens at the end of a prompt that are searched for the start of thinking
 
 
 class NotRendered(ValueError):
-    """The chat template does not take these messages, or there is none."""
+    """The chat template does not accept these messages, or there is none."""
 
 
 def vocabulary_of(folder: str) -> int:
-    """The model's; 0: it is of a family that only its engine knows."""
+    """The model's vocabulary size; 0 for a model family that only its engine knows."""
     try:
         return read_config(folder).vocab_size
     except ValueError:
@@ -38,10 +38,10 @@ def vocabulary_of(folder: str) -> int:
 
 
 class Chat:
-    """Of one model folder. template: None: it has none, and only prompts of tokens and texts can be asked.
+    """Chat of one model folder. template: None if it has none; then only prompts of tokens or text are possible.
 
-    end_of_thinking: the marker behind thinking; "": completions are not split. vocabulary: the model's, which may be
-    larger than the tokenizer's. Calls of tools are read in the form that the template writes.
+    end_of_thinking: the marker after thinking; "": completions are not split. vocabulary: the model's, which may be
+    larger than the tokenizer's. Tool calls are parsed in the form that the template writes.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Chat:
         return cut, text[:at], stop
 
     def _begun_alike(self, ids: np.ndarray, text: str) -> int:
-        """Characters of `text` that these tokens make."""
+        """Number of characters of `text` that these tokens decode to."""
         begun = self.tokenizer.decode(ids.tolist())
         while not text.startswith(begun):  # half a character at the end
             begun = begun[:-1]
         return len(begun)
 
     def message(self, prompt: np.ndarray, completion: Completion, text: str, *, tools: Schemas) -> Message:
-        """What the assistant says in `text`, the completion's. tools: that it may call."""
+        """The assistant's message from `text`, the completion's. tools: those that it may call."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         end = self._end
         opened = thinking_at_end(self.tokenizer.decode(prompt[-_LONGEST_OPENING:].tolist()), end) == "opened"

@@ -103,7 +103,7 @@ def main(config: Config, arguments: list[str]) -> None:
                 await generators.ready(config.fleet.connect_seconds)
                 serving = asyncio.ensure_future(serve_http(listening, chat, generators, sessions, token))
                 await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
-                await (serving if serving.done() else watching)  # which ends by a fault of its own alone
+                await (serving if serving.done() else watching)  # which ends only by an exception
             finally:
                 sessions.close()
                 watching.cancel()
@@ -112,14 +112,14 @@ def main(config: Config, arguments: list[str]) -> None:
         from uvicorn.loops.auto import auto_loop_factory
 
         gc.collect()
-        gc.freeze()  # what is there now stays: no collection walks through it, which was a fifth of a turn's time
+        gc.freeze()  # existing objects stay: garbage collection skips them, which saves a fifth of a turn's time
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's, which is faster
             runner.run(serve())
     signals.raise_if_interrupted()
 
 
 def access() -> str:
-    """The token that calls must carry; "": none. Raises ValueError where the flags do not go together."""
+    """The token that calls must carry; "": none. Raises ValueError if the flags do not fit together."""
     token = security.read_token(FLAGS.token_file, where="--token_file")
     tls = security.read_pair(FLAGS.tls_certificate, FLAGS.tls_key, where=("--tls_certificate", "--tls_key"))
     try:
@@ -135,7 +135,7 @@ def access() -> str:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Raises ValueError naming the flags where nothing can listen there."""
+    """Raises ValueError naming the flags if the address cannot be used."""
     try:
         return listen(host, port)
     except OSError as error:
@@ -146,9 +146,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
 def servers(
     config: Config, listed: Discovery | None, *, folder: str, maximum_tokens: int, share: float
 ) -> Iterator[tuple[str, ...]]:
-    """The addresses of those that are given, or of local ones, which end with the context.
+    """The addresses of the given servers, or of local ones, which end with the context.
 
-    folder: of what local ones write; empty: a temporary one. share: see StartingServers.
+    folder: for the files of local servers; empty: a temporary one. share: see StartingServers.
     """
     if listed is not None:
         yield listed.resolve()
@@ -172,17 +172,17 @@ async def serve_http(
 
 
 def names_of_model() -> tuple[str, ...]:
-    """By which clients may ask for it, the first is its own; "*": by any."""
+    """Model names that clients may use, the first is its own; "*": any."""
     folder = os.path.basename(os.path.abspath(FLAGS.model))
     return (folder, "*") if FLAGS.names == ["*"] else tuple(FLAGS.names) or (folder,)
 
 
 async def serve_app(listening: socket.socket, app: Any, *, what: str) -> None:
-    """Serves an application there, as the flags say, until a signal."""
+    """Serves an application on the socket, as the flags say, until a signal."""
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"serving {what} at http{'s' * bool(FLAGS.tls_certificate)}://{shown}:{port}", flush=True)
-    listening.listen(2048)  # whoever reads the port can connect
+    listening.listen(2048)  # before the port file: its readers can connect
     if FLAGS.port_file:
         files.write_whole(FLAGS.port_file, f"{port}\n", durable=False)
     tls = {"ssl_certfile": FLAGS.tls_certificate or None, "ssl_keyfile": FLAGS.tls_key or None}

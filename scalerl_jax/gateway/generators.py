@@ -1,12 +1,12 @@
-"""The servers that a gateway samples on: who is there, who is least busy, and what is asked of whom.
+"""The servers that a gateway samples on: which are available, which is least busy, and where each call goes.
 
-    lost          a server that breaks off, or does not answer for SILENT_SECONDS: what it had is asked of another one,
+    lost          a server that drops a call, or does not answer for SILENT_SECONDS: its calls go to another server,
                   under the same name and with the same seed
-    full          one whose queue is full: the next one is asked; all full: Busy
-    session       the server of its last call is asked, as long as it has a free slot: it has the keys and values
-    incarnation   of the weights is asked of each server, so that those of a trainer serve as well
+    full          a server whose queue is full: the next one is asked; all full: Busy
+    session       its call goes to the server of its last call, as long as that has a free slot: it holds the KV cache
+    incarnation   each request names the incarnation of its server's weights, so that a trainer's servers work as well
 
-The weights are nobody's business here: they are whatever a server holds.
+The gateway does not choose the weights: they are whatever a server holds.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ T = TypeVar("T")
 
 HEARTBEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0  # without an answer to a status
-NO_SERVER_SECONDS = 10.0  # that a call waits for a server to be there
-MOST_TRIES = 8  # of one completion: a prompt that ends servers must not end them all, again and again
+NO_SERVER_SECONDS = 10.0  # that a call waits for a server to be available
+MOST_TRIES = 8  # of one completion: a prompt that crashes servers must not crash them all repeatedly
 MOST_REMEMBERED = 100_000  # sessions
 _ANY_STEP = 2**63 - 1
 
@@ -54,23 +54,23 @@ class Busy(Exception):
 
 
 class NoServer(Exception):
-    """None is there, or each has failed at this."""
+    """No server is available, or each has failed at this."""
 
 
 class Late(Exception):
-    """It was not sampled in the time that it had."""
+    """It was not sampled in time."""
 
 
 class Refused(ValueError):
-    """What is asked can never be served."""
+    """The request can never be served."""
 
 
 class Full(Exception):
-    """Of one server: its queue is full."""
+    """The queue of one server is full."""
 
 
 class Lost(Exception):
-    """Of one server: what it was asked is to be asked of another one."""
+    """One server was lost: its request must go to another one."""
 
 
 class Sampler(Protocol):
@@ -78,17 +78,17 @@ class Sampler(Protocol):
 
     @property
     def there(self) -> Sequence[Any]:
-        """Servers."""
+        """The available servers."""
 
     @property
     def maximum_tokens(self) -> int:
-        """Of prompt and completion; 0: not known yet."""
+        """Most tokens of prompt and completion; 0: not known yet."""
 
     def capacity(self, prompt: int) -> int:
-        """How many tokens may follow a prompt of so many; 0: the prompt is too long."""
+        """How many tokens may follow a prompt of that many; 0: the prompt is too long."""
 
     async def ready(self, seconds: float) -> None:
-        """Returns when a server is there. Raises NoServer."""
+        """Returns when a server is available. Raises NoServer."""
 
     async def generate(
         self, prompt: np.ndarray, *, name: str, index: int, seed: int, sampling: Sampling, seconds: float,
@@ -101,7 +101,7 @@ class Server:
     def __init__(self, address: str, credentials: security.Credentials):
         self.address, self.channel = address, security.connect(address, credentials)
         self.stub = Stub(self.channel)
-        self.status: pb.StatusReply | None = None  # None: it is not there
+        self.status: pb.StatusReply | None = None  # None: it is not available
         self.refused = ""  # why it is not a server for this model
         self.calls = set[Any]()  # calls of gRPC that are running
 
@@ -112,7 +112,7 @@ class Server:
         return max(len(self.calls), others) / max(1, self.status.slots)
 
     def lose(self, why: str) -> None:
-        """What it was asked for is asked of another one."""
+        """Cancels its calls, which then go to another server."""
         if self.status is not None:
             _log.warning("server %s is lost: %s", self.address, peer_text.printable(why))
         self.status = None
@@ -125,7 +125,7 @@ class Generators:
 
     fingerprint: of its tokenizer, which every server must have. vocabulary: token ids are below it; 0: not known.
 
-    To be made and used on one event loop, while `run` runs there.
+    Created and used on one event loop, while `run` runs there.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class Generators:
         self.servers = [Server(address, credentials) for address in addresses]
         self._fingerprint, self._vocabulary = fingerprint, vocabulary
         self._changed = asyncio.Event()
-        self._last = collections.OrderedDict[str, Server]()  # that a session's call was sampled on; newest at the end
+        self._last = collections.OrderedDict[str, Server]()  # by session, of its last call; newest at the end
 
     async def run(self) -> None:
-        """Until cancelled: asks each server for its status about once a heartbeat."""
+        """Until cancelled: requests each server's status about once a heartbeat."""
         try:
             async with asyncio.TaskGroup() as group:
                 for server in self.servers:
@@ -147,7 +147,7 @@ class Generators:
                 await server.channel.close()
 
     async def ready(self, seconds: float) -> None:
-        """Raises NoServer, one line, where no server is there in time."""
+        """Waits for a server. Raises NoServer, one line, if none is available in time."""
         if self.there:
             return
         try:
@@ -161,16 +161,16 @@ class Generators:
 
     @property
     def there(self) -> list[pb.StatusReply]:
-        """The status of each server that is there."""
+        """The status of each available server."""
         return [server.status for server in self.servers if server.status is not None]
 
     def capacity(self, prompt: int) -> int:
-        """How many tokens may follow a prompt of so many."""
+        """How many tokens may follow a prompt of that many."""
         return self.maximum_tokens - prompt
 
     @property
     def maximum_tokens(self) -> int:
-        """Of prompt and completion, on every server that is there; 0: none is."""
+        """Most tokens of prompt and completion that every available server holds; 0: there is none."""
         return min((status.maximum_tokens for status in self.there), default=0)
 
     async def generate(
@@ -184,8 +184,8 @@ class Generators:
         seconds: float,
         session: str = "",
     ) -> tuple[Completion, str]:
-        """One completion, and the server's name; prompt: [tokens] int32. session: of whose turns it is one. Raises
-        Busy, NoServer, Late or Refused."""
+        """One completion, and the server's name; prompt: [tokens] int32. session: that it is a turn of. Raises Busy,
+        NoServer, Late or Refused."""
         wanted = (CompletionRequest(index, seed),)
         request = GroupRequest(0, name, prompt, wanted, sampling, session=session)
         try:
@@ -222,12 +222,12 @@ class Generators:
         raise NoServer(why)
 
     async def ask(self, server: Server, request: GroupRequest) -> Completion:
-        """One completion of this server. Raises Full, Lost or Refused."""
+        """One completion by this server. Raises Full, Lost or Refused."""
         call = server.stub.Generate(request_to_proto(request))
         return await self._answered(server, call, self._read(call, request))
 
     async def score(self, server: Server, request: ScoreRequest, version: Version, *, seconds: float) -> Scores:
-        """Of this server, by these weights. Raises as ask."""
+        """Scores by this server with this version of the weights. Raises as ask."""
         call = server.stub.Score(score_request_to_proto(request), timeout=seconds)
 
         async def read() -> Scores:
@@ -241,7 +241,7 @@ class Generators:
         return await self._answered(server, call, read())
 
     async def _answered(self, server: Server, call: Any, reading: Coroutine[Any, Any, T]) -> T:
-        """What reading the answer of a call gives. Raises as ask."""
+        """Awaits `reading`, which reads the call's answer. Raises as ask."""
         server.calls.add(call)
         try:
             return await reading
@@ -249,7 +249,7 @@ class Generators:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise Lost(f"server {server.address} was lost") from None  # by `lose`, which cancelled the call alone
+            raise Lost(f"server {server.address} was lost") from None  # by `lose`, which cancelled only the call
         except ValueError as error:
             why = f"server {server.address} breaks the contract: {peer_text.printable(error)}"
             server.lose(why)
@@ -261,13 +261,13 @@ class Generators:
             server.calls.discard(call)
 
     async def _fault(self, server: Server, error: grpc.aio.AioRpcError) -> Exception:
-        """What a call that failed comes to."""
+        """The exception for a failed call."""
         why = f"server {server.address}: {error.code().name}: {peer_text.printable(error.details())}"
         if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
             return Refused(peer_text.printable(error.details()))
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return Full(why)
-        if error.code() is grpc.StatusCode.FAILED_PRECONDITION:  # of other weights by now
+        if error.code() is grpc.StatusCode.FAILED_PRECONDITION:  # it holds other weights by now
             await self._poll(server)
         else:
             server.lose(why)
@@ -281,7 +281,7 @@ class Generators:
                 self._last.popitem(last=False)
 
     async def _read(self, call: AsyncIterable[Any], request: GroupRequest) -> Completion:
-        """Raises ValueError where the answer breaks the contract."""
+        """Raises ValueError if the answer breaks the contract."""
         async for message in call:
             if message is None:
                 raise ValueError("it cannot be decoded")

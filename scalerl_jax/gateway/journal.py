@@ -2,7 +2,7 @@
 
     record    uint32 length, uint32 CRC-32 as in zlib, both little-endian; then `length` bytes of JSON
 
-A record counts once it is whole and on the disk. A last one that is torn, as a killed process leaves it, is cut off.
+A record counts once it is complete and on the disk. An incomplete last one, left by a killed process, is cut off.
 """
 
 import errno
@@ -21,9 +21,9 @@ _HEAD = struct.Struct("<II")
 
 
 class Journal:
-    """The file at `path`, made where there is none; `records` are those that it has.
+    """The file at `path`, created if missing; `records` are those that it contains.
 
-    Raises ValueError naming the file where a record before the last is damaged, or another process has it open.
+    Raises ValueError naming the file if a record before the last is damaged, or another process has it open.
     """
 
     def __init__(self, path: str):
@@ -44,7 +44,7 @@ class Journal:
             raise
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Returns when it is on the disk. Raises OSError naming the file; the journal is then as it was.
+        """Returns when the record is on the disk. Raises OSError naming the file; the journal is then unchanged.
 
         Any thread may call it.
         """
@@ -67,7 +67,7 @@ class Journal:
 
 
 def _whole(data: bytes, path: str) -> tuple[list[dict[str, Any]], int]:
-    """The records, and where the last whole one ends."""
+    """The records, and where the last complete one ends."""
     records, at = list[dict[str, Any]](), 0
     while at + _HEAD.size <= len(data):
         length, checksum = _HEAD.unpack_from(data, at)

@@ -1,7 +1,7 @@
-"""OpenAI's wire, and vLLM's for tokens: bodies as what is asked, turns as what is answered.
+"""OpenAI's protocol, and vLLM's for tokens: parses request bodies, and builds answers from turns.
 
-/v1/chat/completions, /v1/completions    streamed: the answer at once when it is there, in the chunks of a stream
-/inference/v1/generate                   tokens in and tokens out, as verifiers' and prime-rl's TrainClient ask
+/v1/chat/completions, /v1/completions    streamed: the whole answer once it is complete, in the chunks of a stream
+/inference/v1/generate                   tokens in and tokens out, for verifiers' and prime-rl's TrainClient
 """
 
 import json
@@ -31,7 +31,7 @@ _NOT_OF_TEXTS = {
 _COMPLETION_TOKENS = 16  # of a completion that names no max_tokens
 
 
-# ---- what is asked
+# ---- requests
 
 
 def chat(body: Mapping[str, Any]) -> Asked:
@@ -132,7 +132,7 @@ def _tools(given: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
     return tuple(given)
 
 
-# ---- what is answered
+# ---- answers
 
 
 def chat_answer(
@@ -200,7 +200,7 @@ def generate_answer(turn: Turn, *, name: str, prompt: Sequence[int]) -> dict[str
 
 
 def chunks(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[str]:
-    """The events of a stream that bring an answer of either kind."""
+    """The events that stream an answer of either kind."""
     head = {name: answer[name] for name in ("id", "created", "model")}
     kind = answer["object"]
     head["object"] = "chat.completion.chunk" if kind == "chat.completion" else kind

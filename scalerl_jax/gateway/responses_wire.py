@@ -1,4 +1,4 @@
-"""OpenAI's Responses wire: /v1/responses, and its stream of events. `input` is the whole conversation."""
+"""OpenAI's Responses protocol: /v1/responses, and its stream of events. `input` is the whole conversation."""
 
 import json
 import time
@@ -43,7 +43,7 @@ def responses(body: Mapping[str, Any]) -> Asked:
 
 
 def _message(item: Any, where: str) -> dict[str, Any]:
-    """What an assistant says comes as an item for each part of it."""
+    """An assistant's message arrives as one item for each of its parts."""
     kind = item.get("type") or "message" if isinstance(item, dict) else None
     if kind == "message":
         message = {"role": item.get("role"), "content": wire.content_text(item.get("content"), where, _TEXTS)}
@@ -107,7 +107,7 @@ def answer(turn: Turn, body: Mapping[str, Any], *, model: str, name: str) -> dic
 
 
 def events(found: Mapping[str, Any]) -> Iterator[str]:
-    """The events of a stream that bring an answer."""
+    """The events that stream an answer."""
     for at, (kind, fields) in enumerate(_events(found)):
         yield event(f"response.{kind}", sequence_number=at, **fields)
 

@@ -1,4 +1,4 @@
-"""Where the gateway listens, its HTTP server, and whether what that is made of is installed."""
+"""The gateway's listening socket, its HTTP server, and a check that its packages are installed."""
 
 import contextlib
 import importlib.util
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def check_installed() -> None:
-    """Raises ValueError, one line, without the packages that the gateway is made of."""
+    """Raises ValueError, one line, if a package that the gateway needs is missing."""
     for package in ("prometheus_client", "starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"{package} is not installed: pip install 'scalerl-jax[gateway]' brings it")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises OSError where nothing can listen there."""
+    """A socket bound to host:port. Raises OSError if that fails."""
     family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
     found = socket.socket(family, kind, protocol)
     try:
@@ -28,11 +28,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve(app: Any, listening: socket.socket, *, over: Callable[[], bool], **settings: Any) -> None:
-    """Serves an ASGI application until `over`, or cancelled. settings: of uvicorn.Config."""
+    """Serves an ASGI application until `over` returns true, or cancelled. settings: of uvicorn.Config."""
     import uvicorn
 
     class Server(uvicorn.Server):
-        """Ends with the command's own signals, in the place of handlers of its own."""
+        """Leaves signals to the command instead of installing its own handlers."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Generator[None]:

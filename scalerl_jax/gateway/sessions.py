@@ -1,19 +1,19 @@
-"""Sessions: what a client and the policy have said, as the tokens that were fed and sampled. No HTTP and no gRPC here.
+"""Sessions: a client's conversation with the policy, as the tokens that were fed and sampled. No HTTP, no gRPC here.
 
-    turn      one completion; its prompt is the path of its parent and what was `added` behind that
+    turn      one completion; its prompt is the path of its parent and the tokens `added` after that
     path      the tokens from a root to the end of a turn
     branch    the path of a turn that no other one extends
 
 Where a turn's prompt comes from:
-1. Its messages are those of a recorded turn, what that turn said, and further ones that the assistant has not said:
-   then it is that turn's path and what the chat template writes behind it. Thinking that a client leaves out is in the
-   path all the same; thinking that it changed makes them other messages.
-2. Else they are rendered whole, and the parent is the turn with the longest path that the rendering begins with. So are
-   prompts that come as tokens or text.
-3. None: the turn is a root.
+1. Its messages are those of a recorded turn, that turn's answer, and further ones that are not the assistant's: then it
+   is that turn's path and what the chat template writes after it. Thinking that a client leaves out stays in the path;
+   thinking that it changed makes the messages different ones.
+2. Otherwise they are rendered whole, and the parent is the turn with the longest path that the rendering begins with.
+   Prompts given as tokens or text are placed in the same way.
+3. If there is no such turn, the turn is a root.
 
-Nothing is tokenized again and nothing realigned: a branch is what a generator was fed, token for token. A call that is
-asked for again (by its key, or as a retry with the same digest) is sampled once.
+Nothing is tokenized again and nothing realigned: a branch is what a generator was fed, token for token. A repeated call
+(with the same key, or a retry with the same digest) is sampled once.
 """
 
 import asyncio
@@ -35,49 +35,49 @@ from scalerl_jax.gateway.journal import Journal
 
 Message = Mapping[str, Any]  # {"role", "content", ...}, see chat.py
 
-# (prompt [tokens] int32, the call's name, index among its choices, seed) -> what was sampled, and by which server.
+# (prompt [tokens] int32, the call's name, index among its choices, seed) -> the completion, and the server's name.
 Generate = Callable[[np.ndarray, str, int, int], Awaitable[tuple[Completion, str]]]
-# (prompt, completion) -> (the completion, cut at a stop string; what it says; the stop string that it was cut at).
+# (prompt, completion) -> (the completion, cut at a stop string; its message; the stop string that it was cut at).
 Read = Callable[[np.ndarray, Completion], tuple[Completion, Message, str | None]]
 
 T = TypeVar("T")
 
-KEY = "sk-scalerl-"  # with which a client's key begins that names its session
-_MOST_ENDED = 100_000  # names that are kept of sessions that are over
-TURN_BYTES = 1000  # of a turn beside its tokens and its text, in memory
+KEY = "sk-scalerl-"  # prefix of a client's key that names its session
+_MOST_ENDED = 100_000  # names kept of ended sessions
+TURN_BYTES = 1000  # of a turn in memory, without its tokens and its text
 _ENCODER = json.JSONEncoder(sort_keys=True)  # json.dumps would make one at each call
 
 
 class SessionOver(Exception):
-    """The session takes no further calls."""
+    """The session accepts no further calls."""
 
 
 class SessionsFull(Exception):
-    """There are as many sessions, or as much in them, as there may be."""
+    """The limit on sessions, or on their bytes, is reached."""
 
 
 class Renderer(Protocol):
-    """The chat template and its tokenizer. Both raise NotRendered (chat.py), a ValueError, where the template fails."""
+    """The chat template and its tokenizer. Both raise NotRendered (chat.py), a ValueError, if the template fails."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens that ask for the assistant's next turn."""
+        """The prompt tokens of the assistant's next turn."""
 
     def reply(self, messages: Sequence[Message], *, behind: int) -> list[int]:
-        """What the template writes behind an assistant's turn that ends with token `behind`, up to its next turn."""
+        """What the template writes after an assistant's turn that ends with token `behind`, up to its next turn."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a client asks for: messages, or the tokens of a prompt."""
+    """A client's request: messages, or the tokens of a prompt."""
 
-    digest: str  # of all that was asked
+    digest: str  # of the whole request
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     prompt: np.ndarray | None = None  # [tokens] int32; None: the messages
     choices: int = 1
     seed: int | None = None
     key: str = ""  # Idempotency-Key
-    retry: bool = False  # the client has asked for it before
+    retry: bool = False  # the client has sent it before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,20 +87,20 @@ class Turn:
     turn_id: int  # from 0, in the order in which they were recorded
     parent: int | None  # whose path the prompt begins with; None: a root
     prompt: int  # tokens of the prompt, the parent's path included
-    added: np.ndarray  # [prompt - path] int32: behind the parent's path; never part of the loss
+    added: np.ndarray  # [prompt - path] int32: after the parent's path; never part of the loss
     token_ids: np.ndarray  # [tokens] int32
     logprobs: np.ndarray  # [tokens] float32
     versions: tuple[tuple[int, int, int], ...]  # (step, start, end) of tokens
     forced: tuple[tuple[int, int], ...]  # (start, end) of tokens
     finish_reason: str  # "stop" | "length"
     index: int = 0  # among the choices of its call
-    message: Message = dataclasses.field(default_factory=dict)  # what the client was answered
+    message: Message = dataclasses.field(default_factory=dict)  # the answer to the client
     stop: str | None = None  # the stop string that ended it
     server: str = ""  # that sampled it: address and process
 
     @property
     def size(self) -> int:
-        """Bytes in memory, about."""
+        """Approximate bytes in memory."""
         return TURN_BYTES + 4 * len(self.added) + 8 * len(self.token_ids) + len(str(self.message.get("content")))
 
     def to_json(self) -> dict[str, Any]:
@@ -133,13 +133,13 @@ class Branch:
     token_ids: np.ndarray  # [tokens] int32
     loss: np.ndarray  # [tokens] bool: sampled, not forced, and in no branch before this one
     logprobs: np.ndarray  # [tokens] float32, 0 where nothing was sampled
-    steps: np.ndarray  # [tokens] int64: of the version that sampled it; of what was added: of the turn behind it
+    steps: np.ndarray  # [tokens] int64: version that sampled it; of added tokens: of the turn after them
 
 
 def branches(turns: Sequence[Turn], leaves: Collection[int] | None = None) -> list[Branch]:
-    """One for each turn that none extends, in their order; a turn in several counts in the first of them.
+    """One for each turn that no other extends, in order; a turn in several branches counts in the first of them.
 
-    leaves: only turns among them and those that they extend.
+    leaves: only these turns and those that they extend are used.
     """
     ends = turns if leaves is None else [turn for turn in turns if turn.turn_id in leaves]
     extended, counted = {turn.parent for turn in ends}, set[int]()
@@ -175,9 +175,9 @@ def _ancestry(turns: Sequence[Turn], turn_id: int | None) -> list[Turn]:
 class Session:
     """The turns of one session; everything runs on one event loop.
 
-    name: of its calls on the generators. seed: the calls' seeds come from it and the name. journal: its records are the
-    session's; each answers one call of its digest before anything is sampled, as a restarted client asks for it.
-    about: what its owner knows of it; `deadline`, in Unix seconds, is when it ends.
+    name: of its calls on the generators. seed: the calls' seeds come from it and the name. journal: its records restore
+    the session; each answers one call with its digest without sampling, for a client that restarts.
+    about: fields set by its owner; `deadline`, in Unix seconds, is when it ends.
     """
 
     def __init__(
@@ -186,16 +186,16 @@ class Session:
     ):  # fmt: skip
         self.name, self.about, self.over = name, dict(about or {}), False
         self.turns: list[Turn] = []
-        self.size = 0  # bytes, about
-        self.answered = set[int]()  # turns that a client has been given since this began
-        self.full = False  # a prompt was too long for a turn behind it
+        self.size = 0  # bytes, approximately
+        self.answered = set[int]()  # turns returned to a client since this object was made
+        self.full = False  # a prompt was too long for a turn after it
         self._seed, self._journal, self._most_turns = seed, journal, most_turns
         self._children: dict[int | None, list[Turn]] = defaultdict(list)
-        self._said: dict[str, list[Turn]] = defaultdict(list)  # by the digest of all messages, the turn's own the last
+        self._said: dict[str, list[Turn]] = defaultdict(list)  # by the digest of all messages, including the turn's
         self._names = 0  # calls so far
-        self._calls: dict[str, asyncio.Task[tuple[Turn, ...]]] = {}  # the last of each key, and of each digest
+        self._calls: dict[str, asyncio.Task[tuple[Turn, ...]]] = {}  # the last call of each key, and of each digest
         self._running: set[asyncio.Task[tuple[Turn, ...]]] = set()
-        self._journalled: dict[str, list[tuple[Turn, ...]]] = defaultdict(list)  # not asked for yet
+        self._journalled: dict[str, list[tuple[Turn, ...]]] = defaultdict(list)  # not requested again yet
         self._record = asyncio.Lock()
         if journal is not None:
             self._restore(journal)
@@ -205,8 +205,8 @@ class Session:
     async def ask(self, call: Call, *, renderer: Renderer, generate: Generate, read: Read) -> tuple[Turn, ...]:
         """The turns of a call, one for each choice. A caller that is cancelled leaves it running, for its retry.
 
-        Raises SessionOver, ValueError where the template fails, OSError where the journal cannot be written, and what
-        `generate` raises: then nothing is recorded, and a retry samples.
+        Raises SessionOver, ValueError if the template fails, OSError if the journal cannot be written, and what
+        `generate` raises: then nothing is recorded, and a retry samples again.
         """
         keyed = f"key {call.key} {call.digest}"
         again = self._calls.get(keyed if call.key else call.digest if call.retry else "")
@@ -234,7 +234,7 @@ class Session:
             raise
 
     def end(self) -> None:
-        """It takes no further calls, and those that are running end. Raises OSError as `ask`."""
+        """Accepts no further calls, and ends those that are running. Raises OSError as `ask`."""
         if not self.over and self._journal is not None:
             self._journal.append({"kind": "over"})
         self.over = True
@@ -254,7 +254,7 @@ class Session:
 
     @property
     def busy(self) -> int:
-        """Calls that are running."""
+        """Number of calls that are running."""
         return len(self._running)
 
     def path(self, turn_id: int | None) -> np.ndarray:
@@ -293,7 +293,7 @@ class Session:
                 record: dict[str, Any] = {"kind": "call", "number": number, "digest": call.digest, "history": history}
                 record["turns"] = [turn.to_json() for turn in turns]
                 written = asyncio.ensure_future(asyncio.to_thread(self._journal.append, record))
-                # Of a session that is closed meanwhile it fails, and nobody waits for it.
+                # If the session is closed meanwhile it fails, and no task waits for it.
                 written.add_done_callback(lambda done: done.cancelled() or done.exception())
                 await asyncio.shield(written)
             self._add(turns, history)
@@ -302,7 +302,7 @@ class Session:
     # ---- the graph
 
     def _place(self, call: Call, renderer: Renderer) -> tuple[int | None, np.ndarray, str]:
-        """(parent, tokens added behind its path, digest of the messages) of a call's prompt."""
+        """(parent, tokens added after its path, digest of the messages) of a call's prompt."""
         if call.prompt is not None:
             parent = self._longest(call.prompt)
             return parent, call.prompt[len(self.path(parent)) :], ""
@@ -311,14 +311,14 @@ class Session:
             try:
                 reply = renderer.reply(call.messages[behind:], behind=int(turn.token_ids[-1]))
                 return turn.turn_id, np.asarray(reply, np.int32), history
-            except ValueError:  # a template that writes such messages only into a whole chat
+            except ValueError:  # a template that renders such messages only in a whole chat
                 pass
         whole = np.asarray(renderer.render(call.messages, call.tools), np.int32)
         parent = self._longest(whole)
         return parent, whole[len(self.path(parent)) :], history
 
     def _extends(self, call: Call) -> tuple[Turn | None, int, str]:
-        """The turn that the messages go on from, how many of them end with it, and the digest of all."""
+        """The turn that the messages continue, the number of messages up to it, and the digest of all."""
         at, found, behind = _digest("", call.tools), None, 0
         for number, message in enumerate(call.messages, 1):
             if message["role"] != "assistant":
@@ -371,8 +371,8 @@ class Session:
 
 
 async def all_of(asked: Sequence[Awaitable[T]]) -> list[T]:
-    """All of them; where one fails the others are cancelled."""
-    if len(asked) == 1:  # as nearly always, and a task costs more than what is asked of it
+    """Awaits all of them; if one fails the others are cancelled."""
+    if len(asked) == 1:  # nearly always, and a task costs more than awaiting it here
         return [await asked[0]]
     tasks = [asyncio.ensure_future(one) for one in asked]
     try:
@@ -387,7 +387,7 @@ async def _known(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
 
 
 def _digest(before: str, what: object) -> str:
-    """Of a message behind those of the digest `before`, without the names that a client gives to calls of tools."""
+    """Of a message after those of the digest `before`, without the ids that a client gives to tool calls."""
     if isinstance(what, Mapping):
         what = {name: value for name, value in what.items() if value not in (None, [])}
         if "tool_calls" in what:
@@ -402,9 +402,9 @@ def _number(*parts: object) -> int:
 
 
 class Sessions:
-    """Those of a gateway, by name.
+    """The sessions of a gateway, by name.
 
-    folder: of the journals; "": there are none. most_turns: of one session; most_bytes: of all that is in memory.
+    folder: of the journals; "": there are none. most_turns: of one session; most_bytes: of all sessions in memory.
     """
 
     def __init__(self, *, folder: str, seed: int, most: int, most_turns: int, most_bytes: int):
@@ -414,10 +414,10 @@ class Sessions:
         self._ended: dict[str, None] = {}  # names, the oldest first
 
     def find(self, name: str, about: Mapping[str, Any] | None = None, *, journal: bool = True) -> Session:
-        """The session of that name, from its journal or a new one where there is none in memory. journal: a new one has
-        one, where there is a folder.
+        """The session of that name; if it is not in memory, it is restored from its journal or created. journal:
+        whether it has a journal, if there is a folder.
 
-        Raises SessionOver, SessionsFull, ValueError where its journal is damaged, OSError naming the file.
+        Raises SessionOver, SessionsFull, ValueError if its journal is damaged, OSError naming the file.
         """
         if name in self.open:
             return self.open[name]
@@ -433,19 +433,19 @@ class Sessions:
         return session
 
     def known(self, name: str) -> bool:
-        """Whether it is open, or has a journal here and was not ended since the gateway began."""
+        """Whether it is open, or has a journal here and was not ended since the gateway started."""
         return name in self.open or bool(self.folder and name not in self._ended and os.path.exists(self.path(name)))
 
     def path(self, name: str) -> str:
         return os.path.join(self.folder, f"{name}.journal")
 
     def end(self, name: str) -> None:
-        """Forgets an open session, but for its journal; calls of its name are refused from now on."""
+        """Ends and drops an open session but keeps its journal; calls with its name are refused from now on."""
         self.open[name].end()
         self.leave(name)
 
     def leave(self, name: str) -> None:
-        """As `end`; but one that begins with its journal goes on with it."""
+        """As `end`, but the journal does not record the end: a later process can continue the session."""
         self.open.pop(name).close()
         self._ended[name] = None
         if len(self._ended) > _MOST_ENDED:

@@ -1,4 +1,4 @@
-"""What both wires share: a body's fields, what is asked of the generators, and errors in either shape."""
+"""What the protocols share: a body's fields, the request to the generators, and errors in either shape."""
 
 import dataclasses
 import hashlib
@@ -18,7 +18,7 @@ from scalerl_jax.gateway.sessions import Message, Turn
 
 MOST_BODY_BYTES = 32 * 2**20
 MOST_CHOICES = 128
-MOST_STOPS = 16  # tokens, as every server takes them
+MOST_STOPS = 16  # tokens, which every server accepts
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -38,7 +38,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """What a client is answered instead. param: the field at fault; code: a word for programs."""
+    """An error answer to a client. param: the field at fault; code: a machine-readable name."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None,
@@ -56,7 +56,7 @@ class ApiError(Exception):
 
 
 def check_key(shown: str, token: str, *, whose: str) -> None:
-    """Raises ApiError where a call does not carry the token; "": none is asked for."""
+    """Raises ApiError if a call does not carry the token; "": none is required."""
     if token and not hmac.compare_digest(*(hashlib.blake2b(key.encode()).digest() for key in (shown, token))):
         raise ApiError(401, f"the key is not the {whose}'s token", code="invalid_api_key")
 
@@ -66,7 +66,7 @@ def bad(message: str, param: str | None = None) -> ApiError:
 
 
 async def body_of(request: Request, *, empty: bool = False) -> dict[str, Any]:
-    """The request's JSON object. Raises ApiError. empty: there may be none."""
+    """The request's JSON object. Raises ApiError. empty: the body may be empty."""
     data = await read_body(request)
     return {} if empty and not data else object_of(data)
 
@@ -104,7 +104,7 @@ class Asked:
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
-    prompt: np.ndarray | None = None  # [tokens] int32, in the place of messages
+    prompt: np.ndarray | None = None  # [tokens] int32, instead of messages
     choices: int = 1
     seed: int | None = None
     max_tokens: int | None = None  # None: as many as fit
@@ -115,7 +115,7 @@ class Asked:
     stop_token_ids: tuple[int, ...] = ()
 
     def sampling(self, stop_ids: Sequence[int], *, capacity: int) -> Sampling:
-        """stop_ids: the model's own. capacity: tokens that fit behind the prompt."""
+        """stop_ids: the model's own. capacity: tokens that fit after the prompt."""
         greedy = self.temperature < limits.TEMPERATURES[0]  # colder than any engine samples
         return Sampling(
             temperature=1.0 if greedy else self.temperature,
@@ -127,7 +127,7 @@ class Asked:
 
 
 def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-    """Raises ApiError where it is of another kind; null is the default."""
+    """The field's value; null means the default. Raises ApiError if it is of another kind."""
     value = body.get(name)
     if value is None:
         return default
@@ -148,7 +148,7 @@ def number(body: Mapping[str, Any], name: str, default: Any, low: float, high: f
 
 
 def sampling_fields(body: Mapping[str, Any], *, stop: str = "stop") -> dict[str, Any]:
-    """Of Asked. stop: the name that the stop strings have. Raises ApiError."""
+    """The sampling fields of Asked. stop: the field with the stop strings. Raises ApiError."""
     stops = field(body, stop, (str, list), [])
     stops = [stops] if isinstance(stops, str) else stops
     if not all(isinstance(one, str) and one for one in stops):
@@ -163,7 +163,7 @@ def sampling_fields(body: Mapping[str, Any], *, stop: str = "stop") -> dict[str,
 
 
 def refuse(body: Mapping[str, Any], **neutral: Any) -> None:
-    """Raises ApiError where a field that no generator can follow asks for something. neutral: what asks for nothing."""
+    """Raises ApiError if an unsupported field requests something. neutral: each field's value that requests nothing."""
     for name, value in neutral.items():
         if body.get(name) not in (None, value, *([[], {}] if value is None else [])):
             raise bad(f"{name}: is not offered", name)
@@ -179,7 +179,7 @@ def token_ids(ids: Any, name: str, vocabulary: int) -> np.ndarray:
 
 
 def content_text(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Of a text or its parts. Raises ApiError where a part is no text."""
+    """The text of a string or of its parts. Raises ApiError if a part is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -191,7 +191,7 @@ def content_text(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> 
 
 
 def usage_of(turns: Sequence[Turn]) -> dict[str, Any]:
-    """Which versions sampled what: spans of all choices' tokens, one choice behind the other."""
+    """Which versions sampled which tokens: spans over all choices' tokens, one choice after the other."""
     versions, forced, at = [], [], 0
     for turn in turns:
         versions += [[step, start + at, end + at] for step, start, end in turn.versions]

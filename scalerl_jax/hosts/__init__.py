@@ -1,1 +1,1 @@
-"""Many hosts as one trainer: which of them this is, and the line on which the first tells the others what to do."""
+"""Many hosts as one trainer: this host's rank, and the line on which the first host sends commands to the others."""

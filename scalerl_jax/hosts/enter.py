@@ -1,4 +1,4 @@
-"""Where scalerl-train finds out whether it is one host of several, and becomes it."""
+"""How scalerl-train finds out whether it is one host of several, and joins them."""
 
 import contextlib
 import sys
@@ -16,10 +16,10 @@ from scalerl_jax.system import signals
 
 
 def enter(config: Config, flags: Any, stack: contextlib.ExitStack) -> Lead | None:
-    """None: there is one host. On the first of several: its word to the others, until the stack is closed.
+    """None if there is one host. On the first of several: its Lead of the others, until the stack is closed.
 
-    Another host does what the first one says and leaves with its exit code (SystemExit). To be called before anything
-    asks JAX for its devices. Raises ValueError, one line, where the hosts do not come together.
+    Another host follows the first one's commands and exits with its exit code (SystemExit). To be called before
+    anything queries JAX's devices. Raises ValueError, one line, if the hosts cannot join.
 
     flags: those of scalerl-train.
     """

@@ -1,7 +1,7 @@
-"""A host that is not the first: it does on its devices what the first one tells it (lead.py), and nothing else.
+"""A host that is not the first: it runs the first one's commands (lead.py) on its devices, and nothing else.
 
 It owns no fleet, no ledger and no logs. It reads the model and the checkpoints from the folders that the first host
-has, sends its part of each version to the servers itself, and is over when the first host says so.
+has, sends its part of each version to the servers itself, and ends when the first host ends it.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ from scalerl_jax.rollouts.loop_thread import LoopThread, watched
 from scalerl_jax.rollouts.weights.parts import PartPublisher, PartPush
 from scalerl_jax.rollouts.weights.push import PushRefused
 
-SEEN_SECONDS = 65.0  # NFS keeps what it knows of a file for up to a minute
+SEEN_SECONDS = 65.0  # NFS caches what it knows of a file for up to a minute
 
 
 class _Sender:
-    """The parts of versions that this host sends, on a thread of their own."""
+    """Sends this host's parts of versions, on a separate thread."""
 
     def __init__(
         self, config: Config, trainer: Trainer, rank: Rank, other: OtherHost, credentials: security.Credentials
@@ -65,11 +65,11 @@ class _Sender:
         self._thread.call(self._publisher.publish, *version)
 
     def push(self, frame: Frame) -> None:
-        """On the line's thread."""
+        """Called on the line's thread."""
         self._thread.post(self._begin_push, frame)
 
     def keep(self, frame: Frame) -> None:
-        """On the line's thread."""
+        """Called on the line's thread."""
         self._thread.post(self._publisher.keep, frame.fields["until"], frame.fields["steps"])
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class _Sender:
 
     def _begin_push(self, frame: Frame) -> None:
         address = frame.fields["address"]
-        if address in self._pushing:  # the first host has given that one up, or it is over
+        if address in self._pushing:  # the first host has given up the previous push, or it has ended
             self._pushing[address].cancel()
         self._pushing[address] = watched(self._push(frame), self._fail)
 
@@ -103,7 +103,7 @@ class _Sender:
 
 
 def follow(*, rank: Rank, other: OtherHost, workdir: str, credentials: security.Credentials) -> int:
-    """Until the first host ends; returns the exit code. Raises ValueError on what is the user's mistake here."""
+    """Runs until the first host ends; returns the exit code. Raises ValueError on a user's mistake on this host."""
     frame = other.next()
     if frame.kind == "end":
         return _ended(frame)
@@ -129,7 +129,7 @@ def follow(*, rank: Rank, other: OtherHost, workdir: str, credentials: security.
 
 
 class _DroppedError(Exception):
-    """The first host has no time for the rest of a gradient; `frame` is what it wants."""
+    """The first host drops the rest of a gradient; `frame` is its next command."""
 
     def __init__(self, frame: Frame):
         self.frame = frame
@@ -152,7 +152,7 @@ def _loop(other: OtherHost, trainer: Trainer, checkpoints: Checkpoints, sender: 
             case kind if kind == MORE:
                 received.add(frame)
             case "forward_backward":
-                # A gradient is as large as the parameters: not beside the next one.
+                # A gradient is as large as the parameters: free it before the next one.
                 add_to, pending = (pending if frame.fields["add"] else None), None
                 segments, beside = received.finish(frame)
                 values = frame.fields["objective"]
@@ -175,7 +175,7 @@ def _loop(other: OtherHost, trainer: Trainer, checkpoints: Checkpoints, sender: 
             case "save":
                 fields = frame.fields
                 trainer.save(checkpoints, fields["step"], manifest=fields["manifest"], arrays=frame.arrays)
-            case "push":  # of both only those that came before they were handled on the line's thread
+            case "push":  # of both only those that arrived before the line's thread handled them
                 sender.push(frame)
             case "keep":
                 sender.keep(frame)
@@ -190,7 +190,7 @@ def _ended(frame: Frame) -> int:
 
 
 def _read(path: str) -> str:
-    """Empty where there is no such file."""
+    """Empty if there is no such file."""
     try:
         with open(path, encoding="utf-8") as file:
             return file.read().strip()
@@ -199,7 +199,7 @@ def _read(path: str) -> str:
 
 
 def _check_workdir(workdir: str, incarnation: int) -> None:
-    """The first host has just written its name there; a network's file system may show it a little later."""
+    """The first host has just written its incarnation there; a network file system may show it a little later."""
     until = time.monotonic() + SEEN_SECONDS
     while (written := _read(os.path.join(workdir, "incarnation"))) != str(incarnation) and time.monotonic() < until:
         time.sleep(0.5)

@@ -1,10 +1,10 @@
-"""What the hosts of a trainer tell each other: a kind, fields that JSON can hold, and named arrays.
+"""Messages between the hosts of a trainer: a kind, fields that JSON can hold, and named arrays.
 
-A frame is the bytes of a safetensors file, with kind and fields in a tensor of their own: never pickle.
+A frame is the bytes of a safetensors file, with kind and fields in a separate tensor: never pickle.
 
-A batch's segments on their way to another host: of those that lie in its rows everything, of the others the length.
+Of a batch each host gets the segments that lie in its rows, and only the lengths of the others.
 
-Every host packs by the lengths of all segments, so all come to the same places (learner/packing.py).
+Every host packs by the lengths of all segments, so all compute the same places (learner/packing.py).
 """
 
 import dataclasses
@@ -40,9 +40,9 @@ class Frame:
         return cls(kind, fields, arrays)
 
 
-# Of the arrays of one frame, about: a batch goes out as several, so that none of them is built whole beside it.
+# Approximate size of one frame's arrays: a batch is sent as several frames, so that it is never copied as a whole.
 FRAME_BYTES = 32 * 2**20
-MORE = "segments"  # the kind of a frame that only brings segments; the last one names what is to be done
+MORE = "segments"  # the kind of a frame that only carries segments; the last one names the command
 
 _FIELDS = ("tokens", "weights", "advantages", "generator_logprobs")
 _OF_TEACHER = [field.name for field in dataclasses.fields(TeacherScores)]
@@ -55,7 +55,7 @@ def frames(
     wanted: Collection[int],
     **fields: Any,
 ) -> Iterator[Frame]:
-    """wanted: the places of those that the host needs, counted over segments and beside. fields: told beside them."""
+    """wanted: the places of those that the host needs, counted over segments and beside. fields: of the last frame."""
     every = [*segments, *beside]
     at, size, piece = [], 0, []  # places and segments of one frame
     for place in sorted(wanted):
@@ -85,13 +85,13 @@ def _frame(kind: str, at: Sequence[int], segments: Sequence[Segment]) -> Frame:
 
 
 def _beside(segment: Segment) -> dict[str, np.ndarray]:
-    """The arrays that not every segment has."""
+    """The segment's optional arrays."""
     teacher = {f"teacher/{name}": getattr(segment.teacher, name, None) for name in _OF_TEACHER}
     return {name: array for name, array in ({"experts": segment.experts} | teacher).items() if array is not None}
 
 
 class Received:
-    """Puts together on the other side what came as several frames."""
+    """Reassembles a batch that arrives as several frames."""
 
     def __init__(self) -> None:
         self._there: dict[int, Segment] = {}

@@ -1,7 +1,7 @@
-"""The hosts of one trainer come together: first on a line of their own (link.py), then as one jax.distributed.
+"""Joins the hosts of one trainer: first by their own line (link.py), then by jax.distributed.
 
-Nothing may have looked for JAX's devices before. The first host listens where all were told to find it; JAX's own
-coordinator, which the first host runs too, is at a free port of it that the others hear of on that line.
+Nothing may have queried JAX's devices before. The first host listens at the address given to all; JAX's own
+coordinator, which the first host runs too, is at a free port of it, which is sent to the others on that line.
 """
 
 import atexit
@@ -21,16 +21,16 @@ from scalerl_jax.hosts.link import BEAT_SECONDS, JOIN_SECONDS, SILENCE_SECONDS, 
 from scalerl_jax.hosts.rank import Rank
 from scalerl_jax.system import signals
 
-# JAX's own watch over the hosts, behind link.SILENCE_SECONDS: it ends a process with a dump of its stack.
+# JAX's own watch over the hosts, later than link.SILENCE_SECONDS: it ends a process with a dump of its stack.
 HEARTBEAT_SECONDS = 45
 SHUTDOWN_SECONDS = 20
 
 
 @contextlib.contextmanager
 def joined(rank: Rank, config: Config, workdir: str) -> Iterator[FirstHost | OtherHost]:
-    """In it jax.devices() are those of all hosts; however it is left, the others hear of it.
+    """Within it jax.devices() are those of all hosts; however it exits, the others are notified.
 
-    Raises link.JoinError where they do not come together, or are not started alike.
+    Raises link.JoinError if they cannot join, or are not started alike.
     """
     greeting = {
         "key": hashlib.sha256(os.path.abspath(workdir).encode()).hexdigest(),
@@ -56,7 +56,7 @@ def joined(rank: Rank, config: Config, workdir: str) -> Iterator[FirstHost | Oth
 def _initialize(address: str, rank: Rank, bind: str | None = None) -> None:
     if "grpc_proxy" not in os.environ:  # as limits.PROXY has it; JAX's own channel has no option for it
         os.environ["no_grpc_proxy"] = address.rpartition(":")[0]  # noqa: SIM112 (gRPC's own spelling)
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us (system/signals.py)
+    jax.config.update("jax_enable_preemption_service", False)  # it would intercept our SIGTERM (system/signals.py)
     jax.distributed.initialize(
         address,
         rank.count,
@@ -77,7 +77,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _ending(first: FirstHost) -> Iterator[None]:
-    """However the first host leaves, it says how."""
+    """However the first host exits, it sends the reason to the others."""
     signals.before_exit(lambda: first.end("it was told to stop", 128 + signals.number()))
     try:
         yield
@@ -89,7 +89,7 @@ def _ending(first: FirstHost) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _failing(other: OtherHost) -> Iterator[None]:
-    """A host that cannot go on ends all."""
+    """A host that cannot continue ends all."""
     try:
         yield
     except BaseException as error:
@@ -99,9 +99,9 @@ def _failing(other: OtherHost) -> Iterator[None]:
 
 
 def _tell(error: BaseException, say: Callable[[str, int], None]) -> None:
-    """Says to the other hosts what this one ends with, in a line, and its exit code."""
+    """Sends this host's final error, in one line, and its exit code to the other hosts."""
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-        # With a host that is gone a computation fails before anybody knows which: the line finds out, and leaves.
+        # If a host is gone a computation fails before it is known which: the line detects it, and exits.
         time.sleep(SILENCE_SECONDS + 4 * BEAT_SECONDS)
     code = _code_of(error)
     leave_alone(code)
@@ -109,7 +109,7 @@ def _tell(error: BaseException, say: Callable[[str, int], None]) -> None:
 
 
 def leave_alone(code: int) -> None:
-    """At its end this process does not wait for the others, as jax.distributed would, and abort where they are gone."""
+    """Makes this process exit without waiting for the others: jax.distributed would, and abort if they are gone."""
 
     def leave() -> None:
         sys.stdout.flush()
@@ -120,7 +120,7 @@ def leave_alone(code: int) -> None:
 
 
 def _code_of(error: BaseException) -> int:
-    """With which entry.py will leave."""
+    """The exit code that entry.py will use."""
     match error:
         case signals.Interrupted():
             return 128 + error.number

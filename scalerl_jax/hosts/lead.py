@@ -1,13 +1,13 @@
-"""What the first host tells the others: each act on the device that all hosts do together, just before it does it.
+"""The first host's commands to the others: each device operation that all hosts do together, just before it does it.
 
-    begin                 the config as it was settled, and where the run is
-    segments*, forward_backward | score    as Trainer has them; each host packs its own rows
-    next                  one more micro-batch of the gradient under way; what else comes drops it
+    begin                 the settled config, the longest sequence, the incarnation
+    segments*, forward_backward | score    as in Trainer; each host packs its own rows
+    next                  one more micro-batch of the current gradient; any other command drops it
     optim_step            of the gradient computed last
     version, save         the policy of a step, as it is sent; a checkpoint
-    push -> reply, keep   this host's part of a version, to one server; which versions may still be asked for
+    push -> reply, keep   this host's part of a version, to one server; which versions may still be requested
 
-follow.py does it on the others.
+follow.py runs them on the others.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from scalerl_jax.rollouts.weights.push import FullSyncNeeded, PushRefused, PushR
 NEXT = "next"
 Placed = Segment | Elsewhere
 
-# What a push of another host fails with, on the line.
+# The failures of another host's push, by their name on the line.
 FAULTS: dict[str, type[Exception]] = {
     "full_sync": FullSyncNeeded,
     "refused": PushRefused,
@@ -43,7 +43,7 @@ FAULTS: dict[str, type[Exception]] = {
 
 
 def fault_of(error: Exception) -> dict[str, str]:
-    """As a reply tells it."""
+    """The failure as fields of a reply."""
     if isinstance(error, grpc.aio.AioRpcError):
         return {"fault": "refused", "why": f"it is not reached from there ({error.code().name})"}
     fault = next(name for name, kind in FAULTS.items() if isinstance(error, kind))  # full_sync comes before refused
@@ -51,14 +51,14 @@ def fault_of(error: Exception) -> dict[str, str]:
 
 
 class _LeadTrainer(Trainer):
-    """The first host's: what it does, the others are told to do too."""
+    """The first host's trainer: sends each of its operations to the others, too."""
 
     def __init__(self, first: FirstHost, **arguments: Any):
         super().__init__(**arguments)
         self._first, self._host_rows = first, self._rows_of_hosts()
 
     def _tell(self, what: str, segments: Sequence[Placed], beside: Sequence[Placed] = (), **fields: Any) -> None:
-        """To each host the segments that lie in its rows."""
+        """Sends to each host the segments that lie in its rows."""
         every = [*segments, *beside]
         where = first_fit(
             [positions_of(one) for one in every], length=self.seq_len, beside=len(beside), most=self.most_segments,
@@ -121,7 +121,7 @@ class _LeadTrainer(Trainer):
 
 
 class Lead:
-    """Of the first host; its methods may be called on any thread, those of the device on the trainer's."""
+    """The first host's side; its methods may be called on any thread, those of the device on the trainer's."""
 
     def __init__(self, first: FirstHost):
         self._first = first
@@ -131,7 +131,7 @@ class Lead:
         return len(self._first.others) + 1
 
     def begin(self, config: Config, *, maximum_tokens: int, incarnation: int) -> None:
-        """All hosts make their trainers, and read the checkpoint or the model."""
+        """Lets all hosts make their trainers, and read the checkpoint or the model."""
         fields = {"config": to_json(config), "maximum_tokens": maximum_tokens, "incarnation": incarnation}
         self._first.tell(Frame("begin", fields))
 
@@ -149,7 +149,7 @@ class Lead:
         )
 
     async def _push(self, wanted: PartPush) -> list[PushReport]:
-        """The first fault of any of them is raised at once: the parts of the others wait at the server for that one."""
+        """Raises the first failure of any host at once: the other hosts' parts wait at the server for that one."""
         return await asyncio.gather(*(self._push_from(index, wanted) for index in self._first.others))
 
     async def _push_from(self, index: int, wanted: PartPush) -> PushReport:

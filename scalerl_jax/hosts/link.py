@@ -1,14 +1,14 @@
-"""The line between the first host of a trainer and each of the others: what to do, and what came of it.
+"""The line, a connection between the first host of a trainer and each of the others: commands and their results.
 
     other -> first   hello {index, ...}     beat*   reply {to, ...}*   stopping {why}   failed {line, code}
     first -> other   welcome {...}          beat*   commands*          end {line, code}
 
 One gRPC stream for each of the others, of frames (frames.py). Each end sends a beat every BEAT_SECONDS; one that hears
 nothing for SILENCE_SECONDS, or whose stream breaks before `end` or `failed`, has lost the other. A host that is lost
-ends all: the main thread may stand in a computation with it for ever, so the process is left from the line's own
-thread, with the reason, and what is registered with signals.before_exit() is called before. Time in which this process
-itself stood still counts for nothing. Where it is the first host that is gone, JAX may notice at the same moment, and
-abort the others with its own words.
+ends all: the main thread may hang in a computation with it for ever, so the process exits from the line's own thread,
+with the reason, after the functions registered with signals.before_exit(). Time in which this process itself was
+stopped does not count. If it is the first host that is gone, JAX may notice at the same moment, and abort the others
+with its own message.
 
 The hosts trust their network, as jax.distributed does: there is no TLS here.
 """
@@ -37,9 +37,9 @@ BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 20.0
 DIAL_SECONDS = 5.0  # one attempt to reach the first host
 JOIN_SECONDS = 600.0  # until all are there: pods of one trainer may start minutes apart
-HELLO_SECONDS = 10.0  # from the start of a stream until it says who it is; a stranger's holds a thread meanwhile
+HELLO_SECONDS = 10.0  # from the start of a stream until its hello; an unknown client's holds a thread meanwhile
 FAREWELL_SECONDS = 3.0  # for what is still to be sent when the process is left
-LOST = 75  # exit code: the same command goes on from the checkpoint (EX_TEMPFAIL)
+LOST = 75  # exit code: the same command resumes from the checkpoint (EX_TEMPFAIL)
 
 GOES_ON = "the run ends; the same command on all hosts goes on from the checkpoint"
 
@@ -59,7 +59,7 @@ _BEAT = Frame("beat")
 
 
 class JoinError(ValueError):
-    """The hosts do not come together: they were started wrongly. One line."""
+    """The hosts cannot join: they were started wrongly. One line."""
 
 
 def leave(line: str, code: int) -> None:
@@ -73,22 +73,22 @@ def leave(line: str, code: int) -> None:
 
 
 class _Line:
-    """One end of one stream: what goes out is queued, what comes in is handed on.
+    """One end of one stream, with a queue of outgoing frames.
 
-    The queue holds a batch at most: all hosts make a step together, and the first host says no more before.
+    The queue holds a batch at most: all hosts make a step together, and the first host sends no more before.
     """
 
     def __init__(self, name: str):
         self.name = name
         self.out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.heard_at = time.monotonic()
-        self.over = False  # it ended as it should, or its loss has been told
+        self.over = False  # it ended normally, or its loss has been reported
 
     def send(self, frame: Frame) -> None:
         self.out.put(frame.to_bytes())
 
     def outgoing(self) -> Iterator[bytes]:
-        """Until close(); a beat where there is nothing else."""
+        """The frames to send, until close(); a beat if there is nothing else."""
         while True:
             try:
                 data = self.out.get(timeout=BEAT_SECONDS)
@@ -103,7 +103,7 @@ class _Line:
 
 
 class _Watch:
-    """Calls `check(now)` twice a beat, on a thread; `excuse(seconds)` first where this process stood still so long."""
+    """Calls `check(now)` twice a beat, on a thread; first `excuse(seconds)` if this process was stopped for so long."""
 
     def __init__(self, check: Callable[[float], None], excuse: Callable[[float], None]):
         self._check, self._excuse = check, excuse
@@ -130,10 +130,10 @@ class FirstHost:
     def __init__(
         self, address: str, count: int, *, greeting: Mapping[str, Any], welcome: Callable[[], Mapping[str, Any]]
     ):
-        """Listens at the port of `address`. greeting: what the others must say of themselves, by what it is called;
-        who says something else is told so. welcome: fields that they get when all are there.
+        """Listens at the port of `address`. greeting: values that the others must send, by name; a host with another
+        value is refused, with the reason. welcome: returns the fields that they get when all have joined.
 
-        Raises JoinError where the port is taken.
+        Raises JoinError if the port is taken.
         """
         self._count, self._greeting, self._welcome = count, dict(greeting), welcome
         self._lines: dict[int, _Line] = {}
@@ -162,7 +162,7 @@ class FirstHost:
         return range(1, self._count)
 
     def wait_for_all(self, tell: Callable[[str], None], *, seconds: float = JOIN_SECONDS) -> Mapping[str, Any]:
-        """Until each of the others has said hello; the fields that they get. Raises JoinError."""
+        """Waits for the hello of each of the others; returns the fields that they get. Raises JoinError."""
         until, reported_at = time.monotonic() + seconds, time.monotonic()
         with self._changed:
             while len(self._lines) < self._count - 1:
@@ -181,12 +181,12 @@ class FirstHost:
             return welcome
 
     def tell(self, frame: Frame, *, to: int | None = None) -> None:
-        """To one of the others, or to all; in order."""
+        """Sends a frame to one of the others, or to all; in order."""
         for index in self.others if to is None else (to,):
             self._lines[index].send(frame)
 
     def ask(self, frame: Frame, *, to: int) -> "concurrent.futures.Future[Frame]":
-        """The future has the reply; it may be cancelled."""
+        """Sends a frame; the future gets the reply, and may be cancelled."""
         future: concurrent.futures.Future[Frame] = concurrent.futures.Future()
         with self._lock:
             number = next(self._numbers)
@@ -195,7 +195,7 @@ class FirstHost:
         return future
 
     def end(self, line: str, code: int) -> None:
-        """Tells the others that it is over, and how; waits a little until they have heard."""
+        """Sends the others the end and its reason; waits a little until they have received it."""
         with self._lock:
             if self._ending:
                 return
@@ -294,7 +294,7 @@ class OtherHost:
     """Another host's end of its line."""
 
     def __init__(self, address: str, index: int, *, greeting: Mapping[str, Any], seconds: float = JOIN_SECONDS):
-        """Dials the first host until it is there. Raises JoinError."""
+        """Dials the first host until it answers. Raises JoinError."""
         self._line = _Line("the first host")
         self._line.over = True  # not begun: no host is lost
         self._commands: queue.SimpleQueue[Frame] = queue.SimpleQueue()
@@ -320,7 +320,7 @@ class OtherHost:
         self._watch = _Watch(self._check, self._excuse)
 
     def welcome(self) -> Mapping[str, Any]:
-        """When all hosts are there. Raises JoinError where this one is turned away."""
+        """Waits until all hosts have joined. Raises JoinError if this one is refused."""
         frame = self.next()
         if frame.kind == "end":
             raise JoinError(str(frame.fields["line"]))
@@ -328,7 +328,7 @@ class OtherHost:
         return frame.fields
 
     def next(self) -> Frame:
-        """The next command, or `end`. A first host that is lost ends the process."""
+        """The next command, or `end`. Losing the first host ends the process."""
         return self._commands.get()
 
     def on(self, kind: str, handle: Callable[[Frame], None]) -> None:
@@ -339,14 +339,14 @@ class OtherHost:
         self._line.send(Frame("reply", {**fields, "number": to.fields["number"]}))
 
     def fail(self, line: str, code: int) -> None:
-        """This host cannot go on: all end. Waits a little until it has been heard."""
+        """Ends all hosts: this one cannot continue. Waits a little until that has been received."""
         if not self._line.over:
             self._line.over = True
             self._line.send(Frame("failed", {"line": line, "code": code}))
         self.close()
 
     def leave(self, line: str) -> None:
-        """Likewise from another thread than the main one, which may be anywhere: ends the process."""
+        """Likewise from a thread other than the main one, which may be blocked: ends the process."""
         self.fail(line, 1)
         leave(f"error: {line}", 1)
 
@@ -387,7 +387,7 @@ class OtherHost:
             self._lost(why)
 
     def _end(self, frame: Frame) -> None:
-        """The main thread hears of it too, and leaves; but it may stand in a computation with a host that is gone."""
+        """The main thread gets the frame too, and exits; but it may hang in a computation with a host that is gone."""
         if frame.fields["code"] and not self._closed.wait(2 * FAREWELL_SECONDS):
             leave(f"error: the first host ended: {frame.fields['line']}", int(frame.fields["code"]))
 

@@ -8,8 +8,8 @@
     tpu       TPU_WORKER_HOSTNAMES, TPU_WORKER_ID, else the instance's metadata; with several slices
               MEGASCALE_NUM_SLICES, MEGASCALE_SLICE_ID, MEGASCALE_COORDINATOR_ADDRESS
 
-One process a host. Where the environment names no port it is PORT, or with Slurm, whose jobs may share a node, one made
-of the job's number.
+One process a host. If the environment names no port it is PORT, or with Slurm, whose jobs may share a node, one derived
+from the job's number.
 """
 
 import dataclasses
@@ -51,10 +51,10 @@ def find(
     environment: Mapping[str, str] | None = None,
     has_tpu: Callable[[], bool] | None = None,
 ) -> Rank | None:
-    """None: there is one host.
+    """This process's rank; None if there is one host.
 
-    how: one of FINDERS, "one", or "auto": the first of FINDERS whose variables are there. coordinator: in the place of
-    the one found, where there is one. Raises ValueError, one line, where what is there is not enough or cannot be.
+    how: one of MODES. "auto": "given" with --host_count or --host_index, else the first of FINDERS whose variables are
+    set, else "one". coordinator: replaces the one found. Raises ValueError, one line, if these are incomplete or wrong.
     """
     environment = os.environ if environment is None else environment
     given = {"--coordinator": bool(coordinator), "--host_count": count > 0, "--host_index": index >= 0}
@@ -101,7 +101,7 @@ def _guess(given: Mapping[str, bool], environment: Mapping[str, str], has_tpu: C
 
 
 def _has_tpu() -> bool:
-    """Whether JAX will look for one: its metadata is asked for only then."""
+    """Whether JAX will search for a TPU: its metadata is read only then."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     return importlib.util.find_spec("libtpu") is not None and (not platforms or "tpu" in platforms)
 
@@ -133,7 +133,7 @@ def _slurm(environment: Mapping[str, str]) -> Rank:
 
 
 def first_node(nodes: str) -> str:
-    """Of a list as Slurm writes it: a, a,b or rack1-node[003-007,12],b. Raises ValueError."""
+    """The first node of a list as Slurm writes it: a, a,b or rack1-node[003-007,12],b. Raises ValueError."""
     found = re.match(r"([\w.-]+)(?:\[(\d+)[^\]]*\]([\w.-]*))?", nodes)
     if found is None:
         raise ValueError(f"SLURM_STEP_NODELIST={nodes}: not a list of nodes")
@@ -162,7 +162,7 @@ def _tpu(environment: Mapping[str, str]) -> Rank:
 
 
 def _answers(environment: Mapping[str, str]) -> bool:
-    """Whether this is an instance that can tell: libtpu may be installed anywhere."""
+    """Whether this is an instance with that information: libtpu may be installed anywhere."""
     try:
         _tpu(environment)
     except ValueError:

@@ -11,6 +11,7 @@ follow one another: q, k and v make qkv_proj, gate and up make gate_up_proj.
 Nothing here depends on torch, jax or vLLM. A tensor may have any number of dimensions: experts [E, out, in] are one
 row, one tensor on the wire and in vLLM; published folders hold each expert separately (`stored`).
 """
+
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence

@@ -1,1 +1,1 @@
-"""What a run needs and makes on machines that are not here."""
+"""Plans a run's memory and speed on machines that need not be present."""

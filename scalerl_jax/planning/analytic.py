@@ -1,12 +1,12 @@
-"""An update's temporaries, collectives and memory traffic by formula: for GPUs, whose compiler is not here, and to
-choose what is worth compiling for TPUs. Its error against the TPU compiler's own count stands in docs/how_to/plan.md.
+"""An update's temporaries, collectives and memory traffic by formula: for chips without a compiler here, and to choose
+layouts worth compiling. Its error against the TPU compiler's own count is in docs/how_to/plan.md.
 
-T tokens a device, D width, c bytes of the compute dtype; a layer's weights lie in parts along fsdp, context and expert,
+T tokens a device, D width, c bytes of the compute dtype; a layer's weights are sharded along fsdp, context and expert,
 and are gathered (in the compute dtype) whenever the layer is computed:
 
-    kept          inputs of the blocks, as remat says                     L T D c, ...
-    of a block    what its backward pass holds at once, and its weights, gathered, with their float32 cotangents
-    of the head   weight, gathered; its float32 cotangent; the cotangent of the hidden states
+    kept          activations of the blocks, depending on remat           L T D c, ...
+    of a block    arrays of its backward pass, and its gathered weights with their float32 cotangents
+    of the head   gathered weight; its float32 cotangent; the cotangent of the hidden states
     gradients     of this micro-batch, before they are added up           4 P
 """
 
@@ -38,7 +38,7 @@ _FLOAT32 = 4
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Of an update on one device."""
+    """The shapes of an update on one device."""
 
     decoder: DecoderConfig
     mesh: dict[str, int]  # axis -> devices
@@ -59,8 +59,8 @@ class _Leaf:
     """A weight, without the layers' dimension."""
 
     own: float  # elements on this device
-    gathered: float  # elements once what is gathered is there
-    axes: tuple[str, ...]  # along which it is gathered
+    gathered: float  # elements after the gather
+    axes: tuple[str, ...]  # mesh axes along which it is gathered
 
 
 def _leaves(shapes: Shapes) -> dict[str, _Leaf]:
@@ -78,7 +78,7 @@ def _leaves(shapes: Shapes) -> dict[str, _Leaf]:
 
 
 def temporaries(shapes: Shapes) -> int:
-    """Bytes on a device that `accumulate` takes beside its arguments."""
+    """Bytes on a device that `accumulate` needs besides its arguments."""
     decoder, tokens, c = shapes.decoder, shapes.tokens, shapes.width
     leaves, tensor = _leaves(shapes), shapes.mesh["tensor"]
     layers, width = decoder.layers, decoder.hidden_size
@@ -88,7 +88,7 @@ def temporaries(shapes: Shapes) -> int:
     queries = decoder.heads * decoder.head_dim / tensor
     keys = decoder.kv_heads * decoder.head_dim / min(tensor, decoder.kv_heads)
     inner = _inner(decoder) / tensor
-    if decoder.experts and shapes.mesh["expert"] > 1:  # every token of a group is on every device of it
+    if decoder.experts and shapes.mesh["expert"] > 1:  # every device of a group has all the group's tokens
         inner *= shapes.mesh["expert"]
     per_block = tokens * c * (4 * width + 4 * queries + 4 * keys + 3 * inner)  # that a backward pass reads
     kept = {
@@ -107,14 +107,14 @@ def temporaries(shapes: Shapes) -> int:
 
 
 def _inner(decoder: DecoderConfig) -> float:
-    """Columns of the MLPs that a token goes through."""
+    """Total columns of the MLPs that a token passes through."""
     columns = decoder.experts_per_token * decoder.moe_intermediate_size
     shared = decoder.intermediate_size if not decoder.experts or "shared_gate" in rows(decoder) else 0
     return columns + shared
 
 
 def collectives(shapes: Shapes) -> list[Collective]:
-    """Of one micro-batch."""
+    """The collectives of one micro-batch."""
     decoder, mesh, c = shapes.decoder, shapes.mesh, shapes.width
     layers, states = decoder.layers, shapes.tokens * decoder.hidden_size
     out = list[Collective]()
@@ -125,11 +125,11 @@ def collectives(shapes: Shapes) -> list[Collective]:
         if axes and size:
             out.append(Collective(kind, int(size), _group(axes, mesh), False))
 
-    passes = 2 + (shapes.remat == FULL)  # over the layers: each gathers their weights
+    passes = 2 + (shapes.remat == FULL)  # over the layers, each of which gathers the weights
     for name, leaf in _leaves(shapes).items():
         layered = rows(decoder)[name].layered
         others = leaf.gathered - leaf.own
-        if name == "embed" and not decoder.tied_embeddings:  # rows are looked up where they lie, and sent
+        if name == "embed" and not decoder.tied_embeddings:  # rows are looked up where they are stored, and sent
             parts = math.prod(mesh[axis] for axis in leaf.axes)
             add("all-to-all", leaf.axes, 2 * states * _FLOAT32 * (parts - 1) / parts)
         else:
@@ -138,7 +138,7 @@ def collectives(shapes: Shapes) -> list[Collective]:
         copies = mesh["replica"]
         add("all-reduce", ("replica",), 2 * (copies - 1) / copies * leaf.own * _FLOAT32 * (layers if layered else 1))
     tensor, context, expert = mesh["tensor"], mesh["context"], mesh["expert"]
-    # The sums of partial products: two forward, two backward; attention's forward one is made again.
+    # The sums of partial products: two forward, two backward; attention's forward one is recomputed.
     again = 1 * (shapes.remat in PRODUCTS_AGAIN) + 2 * (shapes.remat == FULL and group_size(layers) > 1)
     add("all-reduce", ("tensor",), 2 * (tensor - 1) / tensor * states * c * ((4 + again) * layers + 1))
     times = 2 + (shapes.remat in ATTENTION_AGAIN)
@@ -160,8 +160,8 @@ def _group(axes: tuple[str, ...], mesh: dict[str, int]) -> tuple[tuple[int, int]
 def memory_traffic(shapes: Shapes) -> tuple[float, float]:
     """Bytes that a device reads from and writes to its memory for one micro-batch: (layers, head).
 
-    Of each product the operands and the result once, in each pass; the rest is taken to be fused into them. The head
-    reads its weight, and adds to its gradient, once a chunk of tokens.
+    Counts the operands and the result of each product once in each pass; other operations are assumed to be fused into
+    the products. The head reads its weight, and adds to its gradient, once a chunk of tokens.
     """
     decoder, tokens, c = shapes.decoder, shapes.tokens, shapes.width
     tensor, width = shapes.mesh["tensor"], decoder.hidden_size
@@ -173,7 +173,7 @@ def memory_traffic(shapes: Shapes) -> tuple[float, float]:
     own, gathered = sum(leaf.own for leaf in in_layers), sum(leaf.gathered for leaf in in_layers)
     computed = 1 + (shapes.remat in PRODUCTS_AGAIN) + (shapes.remat == FULL)  # forward
     forward = tokens * c * (6 * width + 4 * queries + 4 * keys + 5 * inner)
-    # Gathered: the master is read, the copy written and read. Backward: one more read, and the gradient.
+    # A gather reads the master, and writes and reads the copy. Backward: one more read, and the gradient.
     weights = computed * (_FLOAT32 * own + 2 * c * gathered) + (c + 2 * _FLOAT32) * gathered + 3 * _FLOAT32 * own
     head = leaves["embed" if decoder.tied_embeddings else "head"]
     chunks = math.ceil(shapes.seq_len / shapes.mesh["context"] / shapes.logprob_chunk)

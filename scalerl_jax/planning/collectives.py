@@ -1,8 +1,9 @@
-"""What the collectives of a compiled program bring to a device, read from its HLO: bytes by kind and by mesh axis.
+"""Bytes that a device receives by the collectives of a compiled program, read from its HLO, by kind and mesh axis.
 
-Each collective counts as often as the loops around it run. An axis is one along which the devices of a group differ;
-products that the compiler has cut into steps, so that a weight travels while its part before is used, are permutes.
-A collective that goes on beside other work stands in the fusions of these, under one channel: there it counts once.
+Each collective counts as often as the loops around it run. Its axes are those along which the devices of a group
+differ. Products that the compiler splits into steps, so that one part of a weight is sent while the previous one is
+used, count as permutes. A collective that overlaps other work appears in several fusions under one channel, and counts
+once.
 """
 
 import dataclasses
@@ -16,14 +17,14 @@ from scalerl_jax.planning.hlo import Instruction, Program
 
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
-IN_FLOAT32 = "all-gather in float32"  # those of them
+IN_FLOAT32 = "all-gather in float32"  # all-gathers with float32 results
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
     kind: str  # of _KINDS
     received: int  # bytes that a device receives in one call of the program
-    pairs: tuple[tuple[int, int], ...]  # devices, by their place in the mesh, that exchange: of the first group, or all
+    pairs: tuple[tuple[int, int], ...]  # devices that exchange, by position in the mesh: of the first group, or all
     float32: bool
 
 
@@ -50,7 +51,7 @@ def by_axes(text: str, mesh: Mapping[str, int]) -> dict[tuple[str, ...], int]:
 
 
 def axes_of(pairs: tuple[tuple[int, int], ...], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Of the mesh, along which the two devices of a pair differ, in any of the pairs."""
+    """The mesh axes along which the two devices of any of the pairs differ."""
     if not pairs:
         return ()
     ends = np.array(pairs)
@@ -60,13 +61,13 @@ def axes_of(pairs: tuple[tuple[int, int], ...], mesh: Mapping[str, int]) -> tupl
 
 
 def found_in(program: Program) -> Iterator[Collective]:
-    """Every collective of it, with the bytes of all the times that it runs."""
-    found_once: dict[tuple[object, ...], tuple[float, Collective]] = {}  # of one channel: how often, and it
+    """Every collective of a program, with the bytes of all its runs."""
+    found_once: dict[tuple[object, ...], tuple[float, Collective]] = {}  # by channel: its runs, and the collective
 
     for name, one, times in program.walk():
         yield from of_instruction(name, one, times)
         for inner, part in program.inside(one) if one.op not in ("while", "call", "conditional") else ():
-            # It counts where it begins; where it goes on may be in a loop of its own.
+            # Count it where it starts; its continuation may be in another loop.
             for found in of_instruction(inner, part, times):
                 channel = re.search(r"channel_id=(\d+)", part.line)
                 if channel is None:
@@ -79,13 +80,13 @@ def found_in(program: Program) -> Iterator[Collective]:
 
 
 def of_instruction(computation: str, one: Instruction, times: float) -> list[Collective]:
-    """What it sends, if it is one that sends; times: how often it runs."""
+    """The collective of an instruction, if it is one; times: how often it runs."""
     kind = one.op.removesuffix("-start")
     if kind not in _KINDS:
         return []
     scattered = computation.startswith("all-reduce-scatter")  # the sum, of which each device keeps its part
     kind = "reduce-scatter" if scattered else kind
-    # Before the results of one that ends in a line of its own (-start) may stand its operands.
+    # In an asynchronous one (-start) the operands may precede the results.
     count = len(one.operands)
     results = one.arrays[count : 2 * count] if len(one.arrays) >= 2 * count else one.arrays
     size = sum(array.size for array in results)
@@ -94,7 +95,7 @@ def of_instruction(computation: str, one: Instruction, times: float) -> list[Col
 
 
 def received(kind: str, scattered: bool, size: int, line: str) -> int:
-    """Bytes, by the usual rings: of the parts of n devices a device has its own already."""
+    """Bytes that a device receives in a ring algorithm, in which it already has its own part."""
     if kind == "collective-permute":
         return size
     group = len(group_of(line) or (0, 0))
@@ -105,7 +106,7 @@ def received(kind: str, scattered: bool, size: int, line: str) -> int:
 
 
 def pairs_of(line: str) -> tuple[tuple[int, int], ...]:
-    """(device, device) of a collective: those of a permute, and each of a group with the group's first."""
+    """Pairs (device, device) of a collective: those of a permute, or the group's first device with each other one."""
     if found := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
         ends = [int(number) for number in re.findall(r"\d+", found[1])]
         return tuple(zip(ends[::2], ends[1::2]))
@@ -114,7 +115,7 @@ def pairs_of(line: str) -> tuple[tuple[int, int], ...]:
 
 
 def group_of(line: str) -> tuple[int, ...]:
-    """The first of the groups of devices among which a collective goes; the ways in which HLO writes them."""
+    """The first group of devices of a collective, in any notation of HLO."""
     if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
         order = np.arange(int(found[1]) * int(found[2])).reshape([int(size) for size in found[3].split(",")])
         if found[4]:

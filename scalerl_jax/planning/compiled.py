@@ -1,8 +1,8 @@
-"""The trainer's own `accumulate` and `apply`, compiled for TPUs and GPUs that are not here.
+"""The trainer's own `accumulate` and `apply`, compiled for TPUs and GPUs that need not be present.
 
-The compiler is the accelerator's (libtpu, or JAX's plug-in for CUDA, which need no device for it); the mesh is of
-devices that exist by their description only. What the compiler keeps beside the arguments, and what devices send each
-other, is read from what it made. Nothing is run.
+The compiler is the accelerator's (libtpu, or JAX's plug-in for CUDA; neither needs a device to compile); the mesh
+consists of devices known only by their description. Memory besides the arguments, and communication between devices,
+are read from the compiled programs. Nothing is run.
 """
 
 import contextlib
@@ -31,50 +31,50 @@ from scalerl_jax.planning.hlo import Program
 
 INSTALL = "pip install 'scalerl-jax[plan]'"
 INSTALL_GPUS = "make plan-packages-gpu"
-# libtpu asks the cloud's metadata server what machine this is, and guards a TPU against two processes; the plug-in for
-# CUDA wants a driver, and would use the GPUs that are here.
+# Otherwise libtpu queries the cloud's metadata server and locks the TPU against a second process, and the plug-in for
+# CUDA requires a driver and uses this machine's GPUs.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "CUDA_VISIBLE_DEVICES": "-1",
 }  # fmt: skip
-# In what native code writes while it compiles; a loss of speed or memory that no error tells of.
+# Patterns in the compiler's native output that show a loss of speed or memory without an error.
 _COSTS = {
     "an array whole on every device, as the partitioner knows no other way": "Involuntary full rematerialization",
     "registers spilled to memory": r"\bspill",
     "memory above the limit, computed again by XLA": "can't reduce memory use below",
 }
-_CUDNN = 91000  # what cuDNN is taken to be where GPUs are described, as in their description
+_CUDNN = 91000  # the cuDNN version assumed for described GPUs, as in their description
 _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMG])\) exceeds available HBM|Used ([\d.]+)([KMG]) of")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What the compiler made of one micro-batch and the optimizer's step."""
+    """The compiler's results for one micro-batch and the optimizer's step."""
 
-    temporaries: int  # bytes on a device that `accumulate` takes beside its arguments
+    temporaries: int  # bytes on a device that `accumulate` needs besides its arguments
     ending: int  # of `apply`, likewise
     live: int | None  # bytes of `accumulate` that are in use at once, arguments included; None: it did not compile
     programs: tuple[Program, Program] | None  # `accumulate` and `apply`; None: they did not compile
-    attention: str  # what computes it
-    seconds: float  # that compiling took
-    warnings: dict[str, int]  # what the compiler says that costs, and how often
+    attention: str  # its implementation
+    seconds: float  # compile time
+    warnings: dict[str, int]  # costs that the compiler reports, and how often
 
 
 def is_there(machine: Machine) -> bool:
-    """The compiler for it."""
+    """Whether a compiler for this machine is installed."""
     packages = ("libtpu",) if machine.chip.is_tpu else ("jax_cuda12_plugin", "jax_cuda13_plugin")
     return any(importlib.util.find_spec(package) is not None for package in packages)
 
 
 def check_compiler(machine: Machine) -> None:
-    """Raises ValueError, one line with what installs it, where there is no compiler for TPUs and they are asked for."""
+    """Raises ValueError, one line with the install command, if the machine has TPUs and their compiler is missing."""
     if machine.chip.is_tpu and not is_there(machine):
         raise ValueError(f"--topology: compiling for TPUs needs libtpu, which is not installed: {INSTALL}")
 
 
 def devices_of(machine: Machine) -> list[jax.Device]:
-    """By their description. Raises ValueError where the compiler knows no such slice."""
+    """The machine's devices, by description. Raises ValueError where the compiler does not know such a slice."""
     check_compiler(machine)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -82,7 +82,7 @@ def devices_of(machine: Machine) -> list[jax.Device]:
         with _native_messages_kept():
             if machine.chip.is_tpu:
                 more: dict[str, Any] = {"num_slices": machine.parts} if machine.parts > 1 else {}
-                if machine.devices == 1:  # where libtpu takes a host to have four
+                if machine.devices == 1:  # libtpu assumes four chips a host
                     more["chips_per_host_bounds"] = (1, 1, 1)
                 found = topologies.get_topology_desc(machine.topology, platform="tpu", **more)
             else:
@@ -96,18 +96,18 @@ def devices_of(machine: Machine) -> list[jax.Device]:
 
 
 def trainer_for(config: Config, decoder: DecoderConfig, *, longest: int, devices: list[jax.Device]) -> Trainer:
-    """As scalerl-train makes it. Raises ValueError as Trainer."""
+    """The trainer as scalerl-train makes it. Raises ValueError as Trainer does."""
     return make_trainer(config, decoder, max_segment=longest, devices=devices)
 
 
 def cudnn_of(device: jax.Device) -> contextlib.AbstractContextManager[None]:
-    """Inside, JAX compiles for the cuDNN and the capability that this device is described with."""
+    """Makes JAX compile for the cuDNN version and the compute capability of this described device."""
     described = getattr(device, "compute_capability", "0.0")
     return cudnn.compiled_for(tuple(map(int, described.split("."))), version=_CUDNN)
 
 
 def compile_update(trainer: Trainer, *, rounds: float = 1.0) -> Update:
-    """Minutes, and a few GiB of this machine's memory, for a large model. rounds: as Program."""
+    """Compiles an update: minutes, and a few GiB of this machine's memory, for a large model. rounds: as in Program."""
     start = time.perf_counter()
     try:
         with compiling(trainer.mesh.devices.flat[0]) as output:
@@ -127,7 +127,7 @@ def compile_update(trainer: Trainer, *, rounds: float = 1.0) -> Update:
 
 
 def needed(error: jax.errors.JaxRuntimeError) -> int:
-    """The bytes for want of which the compiler gave up. Raises the error where that is not what it says."""
+    """The bytes that the compiler needed when it ran out of memory. Raises the error if it is of another kind."""
     found = _OUT_OF_MEMORY.search(str(error))
     if "RESOURCE_EXHAUSTED" not in str(error) or found is None:
         raise error
@@ -137,8 +137,8 @@ def needed(error: jax.errors.JaxRuntimeError) -> int:
 
 @contextlib.contextmanager
 def compiling(device: jax.Device) -> Iterator[list[str]]:
-    """For one that is not here. Gives what native code has said, as _native_messages_kept."""
-    # Programs for devices that are not here cannot be read back from a cache.
+    """Prepares compiling for a device that is not present; yields native output as _native_messages_kept does."""
+    # Programs for absent devices cannot be loaded from a cache.
     jax.config.update("jax_enable_compilation_cache", False)
     with _native_messages_kept() as output, cudnn_of(device):
         yield output
@@ -146,8 +146,8 @@ def compiling(device: jax.Device) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _native_messages_kept() -> Iterator[list[str]]:
-    """Gives a list that holds at the end what native code has written to stderr inside; it is shown only where it ends
-    in an error of another kind, since libtpu tells at length that this is no TPU."""
+    """Yields a list that at the end holds the native code's stderr output. It is printed only after an error other than
+    the compiler's, since libtpu reports at length that this is no TPU."""
     sys.stderr.flush()
     own = os.dup(2)
     output = list[str]()

@@ -1,17 +1,17 @@
-"""FLOPs that the hardware spends on one micro-batch, by formula: a compiler counts the body of a loop once.
+"""FLOPs that the hardware spends on one micro-batch, by formula, since a compiler counts a loop's body only once.
 
 With T the tokens of the micro-batch, N the weights of the layers' matrix products (of the experts a token's own), V the
 vocabulary, D the width, and A = 4 L H h (pairs of query and key) the two products of attention's forward pass:
 
-    layers      2 N T forward, 4 N T backward, and what remat.py says is computed again, less each block's last product
-    attention   A forward, 2.5 A backward (splash: 3.5, its two kernels make the scores twice), A again
-    head        2 V D T forward, 4 backward, 2 again
-    reference   one more forward pass of all these, where the loss has a KL to a reference policy
+    layers      2 N T forward, 4 N T backward, and what remat.py recomputes, less each block's last product
+    attention   A forward, 2.5 A backward (splash: 3.5, its two kernels compute the scores twice), A recomputed
+    head        2 V D T forward, 4 backward, 2 recomputed
+    reference   one more forward pass of all these, if the loss has a KL to a reference policy
     adapter     2 N T and 2 V D T less: no weight has a gradient. Its own products are left out
 
-Splash and blocks skip what is later, a block at a time, and what is further back than the longest segment; segments
-that end inside this are masked, not skipped, so pairs depend on the row and not on what is packed into it. Nor do they
-skip what is outside of the chunks of Llama 4's local layers, as cuDNN does.
+Splash and blocks skip later keys, a block at a time, and keys further back than the longest segment; shorter segments
+are masked, not skipped, so the number of pairs depends on the row and not on its segments. Unlike cuDNN, they do not
+skip keys outside of the chunks of Llama 4's local layers.
 
 Left out: norms, softmax, rotations, the loss and the optimizer.
 """
@@ -23,12 +23,12 @@ from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.remat import ATTENTION_AGAIN, FULL, PRODUCTS_AGAIN, group_size
 from scalerl_jax.model.tensor_layout import layout
 
-_LAST = ("down", "shared_down", "expert_down")  # leaves of the products whose results no other product reads
+_LAST = ("down", "shared_down", "expert_down")  # weights of products whose results no other product reads
 
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """Of one micro-batch, on all devices together."""
+    """FLOPs of one micro-batch, on all devices together."""
 
     layers: float
     attention: float
@@ -51,7 +51,7 @@ def of_micro_batch(
     reference: bool = False,
     adapted: bool = False,
 ) -> Flops:
-    """rows: on the whole mesh. longest: tokens of the longest segment. backend, block: of attention, see `pairs`."""
+    """rows: on the whole mesh. longest: tokens of the longest segment. backend, block: attention's, see `pairs`."""
     tokens = rows * seq_len
     weights = dict.fromkeys(("all", "last"), 0.0)
     for tensor in layout(decoder).values():
@@ -63,7 +63,7 @@ def of_micro_batch(
     again, attention_again = 1.0 * (remat in PRODUCTS_AGAIN), 1.0 * (remat in ATTENTION_AGAIN)
     twice = 0.0
     if remat == FULL:
-        twice = 1.0 * (group_size(decoder.layers) > 1)  # a loop over a group computes its last block too
+        twice = 1.0 * (group_size(decoder.layers) > 1)  # recomputing a group includes its last block
     forward = 2 * weights["all"] * tokens
     not_again = 2 * weights["last"] * tokens * again
     every = pairs(seq_len, longest, backend, block)
@@ -80,10 +80,10 @@ def of_micro_batch(
 
 
 def pairs(seq_len: int, longest: int, backend: str, block: int, chunk: int = 0) -> float:
-    """Of query and key in one row that are computed: whole blocks of `block` x `block` that the mask does not exclude.
+    """Pairs of query and key computed in one row: all blocks of `block` x `block` that the mask does not fully exclude.
 
-    cudnn skips by segments; how many come is not known here, so a row counts as one. chunk: of a local layer, the
-    positions that attend to each other alone; 0: of another.
+    cudnn skips by segments; their number is not known here, so a row counts as one. chunk: the attention chunk of a
+    local layer, in positions; 0 for other layers.
     """
     longest = min(seq_len, longest)
     if backend == "cudnn" and 0 < chunk < longest:
@@ -92,5 +92,5 @@ def pairs(seq_len: int, longest: int, backend: str, block: int, chunk: int = 0) 
     if backend == "cudnn":
         return longest * (longest + 1) / 2 + (seq_len - longest) * longest
     blocks = math.ceil(seq_len / block)
-    back = math.ceil((longest - 1) / block)  # blocks before its own that a block of queries reaches
+    back = math.ceil((longest - 1) / block)  # earlier blocks of keys that a block of queries attends to
     return float(block * block * sum(min(i, back) + 1 for i in range(blocks)))

@@ -1,11 +1,11 @@
-"""How many generators keep a trainer fed, what a number of them makes of its steps, and what a run costs.
+"""The number of generators that keep a trainer busy, the step time with a given number, and the cost of a run.
 
     needed      tokens sampled a step / (seconds of the trainer's step x tokens a second of one generator)
-    given n     a step takes max(trainer's, tokens sampled / (n x tokens a second)); the other side is idle meanwhile
+    given n     a step takes max(trainer's, tokens sampled / (n x tokens a second)); the faster side idles meanwhile
 
-Means of both sides; the spread of lengths is left out.
+Uses means of both sides; the spread of lengths is left out.
 
-What the JAX engine takes of a machine's memory, a process of rollout_server's finds out.
+The JAX engine's memory on a machine is computed by a separate process of rollout_server.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from scalerl_jax.planning import compiled, workload
 
 @dataclasses.dataclass(frozen=True)
 class Fleet:
-    """A number of generators beside a trainer."""
+    """Step time of a trainer with a number of generators."""
 
     generators: int
     step_seconds: float
@@ -33,7 +33,7 @@ class Fleet:
 
 
 def needed(*, sampled: float, trainer_seconds: float, tokens_per_second: float) -> int:
-    """The least number with which the trainer never waits."""
+    """The smallest number of generators with which the trainer never waits."""
     return max(1, math.ceil(sampled / (trainer_seconds * tokens_per_second) - 1e-9))
 
 
@@ -44,7 +44,7 @@ def beside(generators: int, *, sampled: float, trainer_seconds: float, tokens_pe
 
 
 def find_server(topology: str) -> Machine:
-    """Of --generator. Raises ValueError, one line, where there is no such machine or an engine cannot be compiled."""
+    """The machine of --generator. Raises ValueError, one line, where there is none or an engine cannot be compiled."""
     machine = workload.find_machine(topology, 1, flag="generator")
     if not compiled.is_there(machine):
         needed = compiled.INSTALL if machine.chip.is_tpu else compiled.INSTALL_GPUS
@@ -53,10 +53,10 @@ def find_server(topology: str) -> Machine:
 
 
 def memory_on(machine: Machine, config: Config, decoder: DecoderConfig) -> dict[str, Any]:
-    """What a server of the JAX engine takes of a device there: `line`, `fits`, and its numbers as `memory`.
+    """A JAX engine server's memory on a device there: `line`, `fits`, and the numbers as `memory`.
 
-    Its programs are compiled, which takes a minute or more. Raises ValueError, one line, where the compiler knows no
-    such machine.
+    Compiles its programs, which takes a minute or more. Raises ValueError, one line, where the compiler does not know
+    such a machine.
     """
     fleet = config.fleet
     options = {
@@ -79,13 +79,13 @@ def memory_on(machine: Machine, config: Config, decoder: DecoderConfig) -> dict[
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Of a run from its first step to its last."""
+    """The cost of a run from its first step to its last."""
 
     steps: float
     hours: float
     trainer_hours: float  # device-hours
     generator_hours: float
-    money: float | None  # None: no price is given
+    money: float | None  # None without prices
 
 
 def cost(
@@ -98,7 +98,7 @@ def cost(
     chip_price: float,
     generator_price: float,
 ) -> Cost:
-    """chip_price, generator_price: of a chip and of a generator, an hour."""
+    """chip_price, generator_price: price of a chip, and of a generator, per hour."""
     hours = steps * step_seconds / 3600
     money = hours * (chips * chip_price + generators * generator_price)
     return Cost(

@@ -1,7 +1,7 @@
-"""GPUs by their description, for the compiler to compile for where there is none.
+"""Descriptions of GPUs, with which the compiler can compile without such a GPU.
 
-The text is XLA's GpuTargetConfigProto. Where a driver reports the figures they are the driver's, as XLA keeps them of
-such a GPU (openxla/xla, xla/backends/gpu/target_config/specs); those of L4 and L40S are the maker's.
+The text is XLA's GpuTargetConfigProto. The figures are those that a driver reports, from XLA's files
+(openxla/xla, xla/backends/gpu/target_config/specs); those of L4 and L40S are the maker's.
 """
 
 import dataclasses
@@ -9,9 +9,9 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What the compiler decides by."""
+    """The properties that the compiler's decisions depend on."""
 
-    name: str  # as the driver has it
+    name: str  # the driver's name of it
     capability: tuple[int, int]
     cores: int  # streaming multiprocessors
     lanes: int  # float32 units of a core

@@ -1,7 +1,7 @@
-"""The optimised text of a compiled program, read: computations, their instructions, and how often each runs.
+"""Parser of a compiled program's optimised text: computations, their instructions, and how often each runs.
 
-It is what `compiled.as_text()` gives, of GPUs, TPUs and CPUs. A fusion is one instruction here; what it computes stands
-in a computation of its own, which `Program.inside` gives.
+The text is that of `compiled.as_text()`, for GPUs, TPUs and CPUs. A fusion is one instruction here; its contents are
+in another computation, which `Program.inside` returns.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Array:
 
     @property
     def moved(self) -> int:
-        """Bytes that its reading or writing takes of the device's memory."""
+        """Bytes of the device's memory that reading or writing it moves."""
         return 0 if self.on_chip else self.size
 
 
@@ -49,7 +49,7 @@ class Instruction:
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """Of the result: one, or a tuple's."""
+        """The arrays of the result: one, or those of a tuple."""
         return tuple(
             Array(dtype, tuple(map(int, filter(None, dims.split(",")))), bool(re.search(r"S\([1-9]", layout or "")))
             for dtype, dims, layout in _ARRAY.findall(self.result)
@@ -57,7 +57,7 @@ class Instruction:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Computations that run when it does, in this order; of a loop its body."""
+        """Computations that it runs, in this order; for a loop its body."""
         found = re.findall(r"(?:body|calls|to_apply)=%?([\w.\-]+)", self.line)
         for branches in re.findall(r"branch_computations=\{([^}]*)\}", self.line):
             found += [branch.strip().lstrip("%") for branch in branches.split(",")]
@@ -66,12 +66,12 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where it comes from in the source, as JAX names it."""
+        """Its place in the source, as JAX names it."""
         found = re.search(r'op_name="([^"]*)"', self.line)
         return found[1] if found else ""
 
     def sizes(self, key: str) -> tuple[int, ...]:
-        """Of `key={1,2}` or `key=1x2`: the numbers; empty where there is no such key."""
+        """The numbers of `key={1,2}` or `key=1x2`; empty without this key."""
         found = re.search(rf"\b{key}=\{{?([\dx,]*)", self.line)
         return tuple(map(int, re.findall(r"\d+", found[1]))) if found else ()
 
@@ -80,7 +80,7 @@ class Program:
     """computations: name -> its instructions, in the order in which they run."""
 
     def __init__(self, text: str, *, rounds: float = 1.0) -> None:
-        """rounds: of loops whose number is only known when they run."""
+        """rounds: assumed trip count of loops whose count is only known at run time."""
         self._rounds = rounds
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = name = ""
@@ -98,8 +98,8 @@ class Program:
         return self._by_name.get(computation, {}).get(name)
 
     def walk(self) -> Iterator[tuple[str, Instruction, float]]:
-        """(computation, instruction, how often it runs) of all that runs by itself: what is fused is one. Of a
-        conditional all branches."""
+        """(computation, instruction, how often it runs) of all instructions; a fusion counts as one. Includes all
+        branches of a conditional."""
         yield from self._walk(self.entry, 1)
 
     def _walk(self, computation: str, times: float) -> Iterator[tuple[str, Instruction, float]]:
@@ -110,15 +110,15 @@ class Program:
                     yield from self._walk(called, times * self.trips(one))
 
     def inside(self, one: Instruction) -> Iterator[tuple[str, Instruction]]:
-        """(computation, instruction) of all that a fusion, or a thing that is begun here, computes."""
+        """(computation, instruction) of everything that a fusion, or an asynchronous start, computes."""
         for called in one.called:
             for part in self.computations.get(called, ()):
                 yield called, part
                 yield from self.inside(part)
 
     def trips(self, loop: Instruction) -> float:
-        """How often the body of a loop runs: what its condition compares the counter with, over the counter's steps;
-        1 of all else."""
+        """How often the body of a loop runs: the bound that its condition compares the counter with, divided by the
+        counter's step; 1 for other instructions."""
         if loop.op != "while":
             return 1
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
@@ -129,7 +129,7 @@ class Program:
         return -(-max(ends) // self._step(named[1], named[2])) if ends else self._rounds
 
     def _step(self, condition: str, body: str) -> int:
-        """What the body adds to the counter that the condition compares; 1 where that is no constant."""
+        """The constant that the body adds to the counter that the condition compares; 1 if it is not a constant."""
         counter = next((one for one in self.computations[condition] if one.op == "get-tuple-element"), None)
         results = self.computations[body][-1]
         place = counter.sizes("index")[0] if counter else len(results.operands)
@@ -143,6 +143,6 @@ class Program:
 
 
 def _constant(one: Instruction) -> int | None:
-    """Of a whole number that is written out."""
+    """The value of an integer constant, else None."""
     found = re.match(r"(\d+)\)", one.line) if one.op == "constant" else None
     return int(found[1]) if found else None

@@ -1,17 +1,17 @@
-"""One layout on one machine: bytes on a device, what devices send each other, the least time of a step.
+"""One layout on one machine: bytes on a device, communication between devices, the least time of a step.
 
-Compiled where there is a compiler for the chip, else by formula. `search` looks for the nearest layout that fits where
-one does not.
+Compiled where there is a compiler for the chip, else by formula. If a layout does not fit, `search` finds the nearest
+one that does.
 
-Bytes on one device of what an update keeps, whatever computes it: exact, from the shapes and the mesh.
+Bytes on one device of an update's persistent state, exact, from the shapes and the mesh:
 
-parameters     float32 masters                              4 P / (axes that cut them); with an adapter the policy in
-                                                            the sync dtype, and all else but what is sent is of the
-                                                            adapter's P
+parameters     float32 masters                              4 P / (axes that shard them); with an adapter also the
+                                                            policy in the sync dtype, and P is the adapter's except
+                                                            in "weights sent" and "reference"
 optimizer      both moments, and the counters               8 P / ... ; and 4 of biases and norms' scales
 gradients      float32                                      4 P / ...
-weights sent   in the sync dtype, as the last version had   2 P / ... ; a moment before a version is sent, twice
-reference      in the sync dtype, where the loss has a KL   2 P / ...
+weights sent   the last version, in the sync dtype          2 P / ... ; twice just before a version is sent
+reference      in the sync dtype, if the loss has a KL      2 P / ...
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from scalerl_jax.planning.workload import Workload
 
 
 def of(config: Config, decoder: DecoderConfig, devices: int) -> dict[str, int]:
-    """By class. Raises ValueError where the mesh is not one of so many devices."""
+    """Bytes by class. Raises ValueError where the mesh does not fit the number of devices."""
     sizes = mesh_sizes(devices, **{axis: getattr(config.learner, axis) for axis in MESH_AXES})
     mesh: Any = AbstractMesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
     lora, sent = lora_of(config, decoder), on_one_device(abstract_params(decoder, mesh, config.model.sync_dtype))
@@ -64,14 +64,14 @@ def on_one_device(tree: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-_MARGIN = 1.0  # of memory that formula and first compile predict, up to which a layout is worth compiling
+_MARGIN = 1.0  # share of the memory up to which a layout, by corrected formula, is worth compiling
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What is planned, whatever the layout."""
+    """The inputs of a plan that do not depend on the layout."""
 
-    config: Config  # compute dtype settled
+    config: Config  # with a definite compute dtype
     decoder: DecoderConfig
     machine: Machine
     workload: Workload
@@ -80,16 +80,16 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """On one device. The state's are exact."""
+    """Bytes on one device; those of the state are exact."""
 
     parameters: int
     optimizer: int
     gradients: int
-    sent: int  # weights as the last version had them, for the deltas
-    temporaries: int  # of the worst micro-batch, beyond these
+    sent: int  # weights of the last version, for deltas
+    temporaries: int  # of the largest micro-batch, in addition
     ending: int  # of the optimizer's step
     limit: int
-    reference: int = 0  # the policy that the run began with
+    reference: int = 0  # the policy that the run started with
 
     @property
     def state(self) -> int:
@@ -97,13 +97,13 @@ class Bytes:
 
     @property
     def needed(self) -> int:
-        """As learner/memory_estimate.py counts: an update, or a version beside the one before."""
+        """As in learner/memory_estimate.py: the larger of an update, and a version together with the previous one."""
         kept = self.state + self.reference + self.sent
         return max(kept + self.gradients + max(self.temporaries, self.ending), kept + self.sent)
 
     @property
     def over(self) -> int:
-        """Above 0: so much does not fit."""
+        """Bytes above the limit; positive if it does not fit."""
         return self.needed - self.limit
 
 
@@ -122,11 +122,11 @@ class LayoutPlan:
     compile_seconds: float | None  # None: not compiled
     live: int | None  # of `accumulate`: bytes in use at once, by the compiler
     program: ProgramRoofline | None  # of a step; None: not compiled
-    warnings: dict[str, int]  # of the compiler: what costs, and how often it was said
+    warnings: dict[str, int]  # costs that the compiler reports, and how often
 
 
 def plan(question: Question, choice: Choice) -> LayoutPlan:
-    """Compiles, where there is a compiler. Raises ValueError where the layout cannot be (as Trainer)."""
+    """Plans a layout; compiles if there is a compiler. Raises ValueError for an impossible layout, as Trainer does."""
     update = None
     if compiled.is_there(question.machine):
         devices = compiled.devices_of(question.machine)
@@ -135,17 +135,17 @@ def plan(question: Question, choice: Choice) -> LayoutPlan:
 
 
 def estimate(question: Question, choice: Choice) -> LayoutPlan:
-    """By formula alone."""
+    """Plans a layout by formula alone."""
     return _put_together(question, choice, None)
 
 
 def search(
     question: Question, first: LayoutPlan, *, compiles: int, say: Callable[[str], None]
 ) -> tuple[LayoutPlan | None, list[LayoutPlan]]:
-    """The nearest layout that fits and what was compiled on the way, at most `compiles` of them.
+    """The nearest layout that fits (or None), and the layouts compiled on the way, at most `compiles`.
 
-    Layouts are ordered by the formula: those that it holds possible, nearest and then fastest first. It is corrected by
-    how far off it was for the first layout.
+    Candidates are the layouts that fit by formula, nearest and then fastest first. The formula's temporaries are
+    corrected by its error on the first layout.
     """
     wrong_by = first.bytes.temporaries / max(1, first.by_formula)
     possible = list[LayoutPlan]()
@@ -205,7 +205,7 @@ def _put_together(question: Question, choice: Choice, update: compiled.Update | 
     if update is not None:
         found = None if update.programs is None else tuple(by_axes(found_in(update.programs[0]), mesh, machine))
         if found is not None and not any(one.over_network for one in found):
-            # Between slices the compiler writes transfers by the hosts, which are no collectives: by formula.
+            # Between slices the compiler emits host transfers, which are not collectives: use the formula.
             found += tuple(one for one in formula if one.over_network)
     micro_batches = workload.micro_batches(rows=rows, seq_len=shapes.seq_len)
     program = None
@@ -228,7 +228,7 @@ def _put_together(question: Question, choice: Choice, update: compiled.Update | 
     if program is not None:
         on_chip, bound_by = program.seconds - program.waited, program.bound_by
         parts = times.parts | {PRODUCTS: program.products, MEMORY: program.moved / machine.chip.memory_rate}
-        # What goes between slices is no part of the text.
+        # Traffic between slices is not in the program's text.
         bound_by[NETWORK] = max(0.0, parts[NETWORK] - on_chip) if machine.chip.is_tpu else 0.0
         step = max(program.seconds, on_chip + bound_by[NETWORK])
         in_turn = on_chip + parts[LINKS] + parts[NETWORK]
@@ -252,7 +252,7 @@ def _put_together(question: Question, choice: Choice, update: compiled.Update | 
 
 
 def _attention(question: Question) -> tuple[str, int]:
-    """(what computes it, tokens of its blocks), as `auto` has it on this machine."""
+    """(implementation of attention, tokens of its blocks), as `auto` chooses on this machine."""
     wanted, chip = question.config.model.attention, question.machine.chip
     if wanted == "blocks" or question.config.model.compute_dtype != "bfloat16":
         return "blocks", 512
@@ -265,25 +265,25 @@ def _attention(question: Question) -> tuple[str, int]:
 
 
 def _attended(question: Question, note: str, of_row: float, *, parts: int) -> float:
-    """Keys that a query is compared with on average. cuDNN looks at what is in the query's own segment, where rows are
-    packed, and with a mask at the row, which may be cut into parts; splash at blocks of the row, `of_row` keys of each
-    query, whatever is packed into it."""
+    """Keys that a query is compared with on average. cuDNN uses the query's own segment in packed rows, and with a mask
+    the row, which may be split into parts; splash uses blocks of the row, `of_row` keys a query, whatever its segments.
+    """
     if "packed rows" in note:
         decoder, whole = question.decoder, question.workload.attended
         local = sum(decoder.local_layers()) / decoder.layers
         return (1 - local) * whole + local * min(whole, (decoder.attention_chunk + 1) / 2)
-    if "with a mask" in note:  # of a row that is cut it does not know what is later
+    if "with a mask" in note:  # in a row split into parts it cannot skip later keys
         seq_len = question.config.learner.seq_len
         return seq_len if parts > 1 else (seq_len + 1) / 2
     return of_row
 
 
 def _rounds(question: Question, choice: Choice) -> float:
-    """Of a loop over blocks of the pairs of token and expert, if all experts have as many; each expert's last
-    block is half full."""
+    """Trip count of the loop over blocks of (token, expert) pairs, if all experts have equally many and each expert's
+    last block is half full."""
     decoder, mesh = question.decoder, dict(choice.mesh)
     if not decoder.experts:
         return 1.0
-    tokens = choice.rows * question.config.learner.seq_len / mesh["context"] * mesh["expert"]  # on each of a group
+    tokens = choice.rows * question.config.learner.seq_len / mesh["context"] * mesh["expert"]  # a device
     pairs, own = int(tokens * decoder.experts_per_token), decoder.experts / mesh["expert"]
     return pairs / mesh["expert"] / rows_of_block(pairs, int(own), LARGE_BLOCK) + own / 2

@@ -1,7 +1,7 @@
-"""The layouts that a config could have instead: mesh, rows of a micro-batch and remat, and how far each is from it.
+"""Alternative layouts of a config: mesh, rows of a micro-batch and remat, and the distance of each from the config.
 
-A step away is a factor of two of an axis, half the rows, or one more that remat computes again. Only such are listed as
-the model allows: heads divide over `tensor`, experts over `expert`, whole blocks of a row over `context`.
+A distance of one is a factor of two of an axis, half the rows, or the next stage of remat. Only layouts that the model
+allows are listed: heads divide over `tensor`, experts over `expert`, whole blocks of a row over `context`.
 """
 
 import copy
@@ -14,17 +14,17 @@ from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.remat import REMATS
 from scalerl_jax.model.sharding import MESH_AXES, mesh_sizes
 
-_LANES = 128  # tokens: of a row's part at least one such block
+_LANES = 128  # tokens of a block; a row's part has at least one
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What replaces the config's own."""
+    """A layout that replaces the config's own."""
 
     mesh: tuple[tuple[str, int], ...]  # axis, devices
     rows: int  # config.learner.micro_batch_rows
     remat: str
-    away: int  # steps from the config
+    away: int  # distance from the config
 
     def __str__(self) -> str:
         axes = [f"--config.learner.{axis}={size}" for axis, size in self.mesh if size > 1 or axis == "fsdp"]
@@ -39,13 +39,13 @@ class Choice:
 
 
 def own(config: Config, devices: int) -> Choice:
-    """The config's. Raises ValueError where its mesh is not one of so many devices."""
+    """The config's own layout. Raises ValueError where its mesh does not fit the number of devices."""
     sizes = mesh_sizes(devices, **{axis: getattr(config.learner, axis) for axis in MESH_AXES})
     return Choice(tuple(sizes.items()), config.learner.micro_batch_rows, config.model.remat, 0)
 
 
 def others(config: Config, decoder: DecoderConfig, devices: int) -> list[Choice]:
-    """Those that take less memory in some way, nearest first; `replica` stays as it is."""
+    """The layouts that use less memory in some way, nearest first; `replica` does not change."""
     now = own(config, devices)
     before = dict(now.mesh)
     left = devices // before["replica"]

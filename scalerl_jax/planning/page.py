@@ -1,4 +1,4 @@
-"""What scalerl-plan says of a plan: lines and tables for a terminal, and one JSON document."""
+"""The output of scalerl-plan: lines and tables for a terminal, and one JSON document."""
 
 import dataclasses
 from typing import Any
@@ -71,7 +71,7 @@ def show_step(console: Console, question: Question, plan: LayoutPlan) -> None:
 
 
 def show_places(console: Console, plan: LayoutPlan) -> None:
-    """What a step's least seconds go to, by the optimised text of its programs."""
+    """Prints where a step's least seconds are spent, from the optimised text of its programs."""
     if plan.program is None:
         say(console, "--explain: requires what was compiled; this plan is by formula")
         return
@@ -104,7 +104,7 @@ def show_cost(console: Console, cost: Cost) -> None:
 
 
 def speeds(question: Question, plan: LayoutPlan) -> dict[str, float]:
-    """At the roofline."""
+    """Speeds at the roofline."""
     work, machine, seconds = question.workload, question.machine, plan.roofline.step
     model = work.model_flops(question.decoder)
     return {
@@ -115,7 +115,7 @@ def speeds(question: Question, plan: LayoutPlan) -> dict[str, float]:
 
 
 def document(question: Question, plan: LayoutPlan) -> dict[str, Any]:
-    """Of one layout, as JSON has it: bytes, FLOPs, seconds."""
+    """One layout as JSON: bytes, FLOPs, seconds."""
     return {
         "mesh": dict(plan.choice.mesh),
         "micro_batch_rows": plan.choice.rows,

@@ -1,17 +1,17 @@
-"""The least seconds of a compiled program on a described chip, from its optimised text, and what they go to.
+"""The least seconds of a compiled program on a described chip, from its optimised text, and where they are spent.
 
     an instruction   max(FLOPs / the chip's rate, bytes / the memory's rate), as often as its loops run
-    a program        its instructions one after another, as it is scheduled; a collective goes on beside what stands
-                     between its beginning and its end, and what is left of it is waited for
+    a program        its instructions one after another, as scheduled; a collective overlaps the instructions between
+                     its start and its end, and the rest of it is waited for
 
 FLOPs are those of the products and of attention: 2 for each pair of elements, in bfloat16 at the chip's full rate, in
-float32 at `float32_flops`. Bytes are what each kernel reads and writes of the device's memory once: of a slice the
-slice, of an update in place the update, of what a TPU keeps on the chip nothing. Attention is a kernel whose text does
-not say what it skips: `attended` does, the keys that a query is compared with on average.
+float32 at `float32_flops`. Bytes are those that each kernel reads and writes in the device's memory, counted once: for
+a slice the slice, for an update in place the update, for data that a TPU keeps on the chip none. The text of an
+attention kernel does not show what it skips: `attended` gives the keys that a query is compared with on average.
 
 Left out: launches, latencies, the cost of exponentials and reductions, tiles that are not full, and caches, which can
-make a program faster than this bound where a kernel finds there what the one before has written. A chip does not reach
-its makers' figures, so nothing real comes down to it otherwise.
+make a program faster than this bound if a kernel finds the previous kernel's output there. Otherwise no real program
+reaches the bound, since a chip does not reach its maker's figures.
 """
 
 import dataclasses
@@ -28,10 +28,10 @@ _NOTHING = (
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id",
     "replica-id", "while", "call", "conditional", "add-dependency", "domain", "iota",
 )  # fmt: skip
-_SCRATCH = ("s8", "u8")  # of what a library's kernel gives: the memory that it works in
+_SCRATCH = ("s8", "u8")  # result dtypes that are a library kernel's scratch memory
 _SLICES = ("dynamic-slice", "slice", "gather")
 _SAME = ("bitcast", "reshape", "transpose", "copy", "convert", "reduce-precision")
-# Kernel of attention, as its line names it -> FLOPs in those of its forward pass, which has two products.
+# Attention kernel, as named in its line -> its FLOPs in units of the forward pass, which has two products.
 _ATTENTION = {
     r"fmha\w*Backward": 2.5, r"fmha": 1.0, r"splash_\w*dkv\w*fused|splash_\w*dqkv": 2.5, r"splash_\w*dkv": 2.0,
     r"splash_\w*dq": 1.5, r"splash_\w*fwd": 1.0,
@@ -43,16 +43,16 @@ _NOT_IN_SCOPES = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Of one instruction, in one call of the program."""
+    """One instruction in one call of the program."""
 
     name: str
-    scope: str  # of a gradient's pass forward, again or backward; and where in the source
+    scope: str  # the pass (forward, again or backward) of a gradient, and the place in the source
     calls: float
     flops: float
     products: float  # seconds of these FLOPs
     moved: float  # bytes
-    seconds: float  # of a collective: those that are waited for
-    binds: str  # of roofline.PARTS
+    seconds: float  # for a collective: those waited for
+    binds: str  # the limiting part, of roofline.PARTS
 
     def __add__(self, other: "Kernel") -> "Kernel":
         longer = max(self, other, key=lambda one: one.seconds)
@@ -76,26 +76,26 @@ class ProgramRoofline:
 
     @property
     def products(self) -> float:
-        """Seconds that these take by themselves."""
+        """Seconds of the products alone."""
         return sum(one.products for one in self.kernels)
 
     @property
     def moved(self) -> float:
-        """Bytes."""
+        """Bytes read and written."""
         return sum(one.moved for one in self.kernels)
 
     @property
     def waited(self) -> float:
-        """Seconds for collectives."""
+        """Seconds waited for collectives."""
         return self.bound_by[roofline.LINKS]
 
     @property
     def bound_by(self) -> dict[str, float]:
-        """Seconds of what each binds."""
+        """Seconds limited by each of roofline.PARTS."""
         return {part: sum(one.seconds for one in self.kernels if one.binds == part) for part in roofline.PARTS}
 
     def places(self, most: int = 10) -> list[Kernel]:
-        """The most expensive, by their source scope."""
+        """The most expensive source scopes."""
         found: dict[str, Kernel] = {}
         for one in self.kernels:
             found[one.scope] = found[one.scope] + one if one.scope in found else one
@@ -103,7 +103,8 @@ class ProgramRoofline:
 
 
 def of(program: Program, machine: Machine, *, attended: float = 0.0) -> ProgramRoofline:
-    """On one device of the machine. attended: keys that attention's kernels compare a query with, on average."""
+    """The roofline of a program on one device of the machine. attended: keys that a query is compared with in
+    attention, on average."""
     reader = _Reader(program, machine, attended)
     reader.run(program.entry, 1)
     return ProgramRoofline(tuple(reader.kernels))
@@ -115,18 +116,18 @@ class _Reader:
     def __init__(self, program: Program, machine: Machine, attended: float) -> None:
         self.program, self.machine, self.attended = program, machine, attended
         self.kernels: list[Kernel] = []
-        self._channels: set[str] = set()  # of fused collectives that have been counted
+        self._channels: set[str] = set()  # channels of fused collectives already counted
 
     def run(self, computation: str, times: float) -> float:
-        """Seconds of one run of it; its kernels are kept as `times` of them."""
-        now = links = 0.0  # when what came before is done; when the links are free
+        """Seconds of one run of a computation; its kernels are recorded `times` times."""
+        now = links = 0.0  # time when the previous work is done; when the links are free
         ends: dict[str, float] = {}
         for one in self.program.computations.get(computation, ()):
             if one.op in ("while", "call"):
                 trips = self.program.trips(one)
                 now += sum(trips * self.run(called, times * trips) for called in one.called)
                 continue
-            if one.op == "conditional":  # as if always the longest
+            if one.op == "conditional":  # assume the longest branch
                 kept, longest = self.kernels, (0.0, list[Kernel]())
                 for branch in one.called:
                     self.kernels = []
@@ -147,12 +148,12 @@ class _Reader:
                     self._wait(one, times, links - now)
                     now = links
             now += self._kernel(computation, one, times)
-        if links > now:  # of one that goes on in fusions the end is not named
+        if links > now:  # a collective that continues in fusions has no named end
             self._wait(self.program.computations[computation][-1], times, links - now)
         return max(now, links)
 
     def _sent(self, computation: str, one: Instruction) -> Iterable[tuple[float, bool]]:
-        """(seconds, whether inside of a fusion) of the collectives of an instruction."""
+        """(seconds, whether inside a fusion) of the collectives of an instruction."""
         for found in of_instruction(computation, one, 1):
             yield roofline.seconds_of(found, self.machine), False
         for inner, part in self.program.inside(one):
@@ -163,7 +164,7 @@ class _Reader:
                     yield roofline.seconds_of(found, self.machine), True
 
     def _wait(self, one: Instruction, times: float, seconds: float) -> None:
-        """For what began with this."""
+        """Records seconds waited for a collective that this instruction started."""
         if seconds > 0:
             scope = f"{scope_of(one)}, waited for"
             self.kernels.append(Kernel(one.name, scope, times, 0.0, 0.0, 0.0, times * seconds, roofline.LINKS))
@@ -184,7 +185,7 @@ class _Reader:
     # ---- FLOPs
 
     def _flops(self, computation: str, one: Instruction) -> tuple[float, float]:
-        """(at the chip's full rate, in float32)"""
+        """FLOPs: (at the chip's full rate, in float32)."""
         full = float32 = 0.0
         for where, part in ((computation, one), *(self.program.inside(one) if one.op not in _NOTHING else ())):
             if part.op == "dot":
@@ -202,7 +203,7 @@ class _Reader:
         return full, float32
 
     def _operands(self, computation: str, one: Instruction) -> list[Array]:
-        """The first array of each."""
+        """The first array of each operand."""
         found = (self.program.named(computation, name) for name in one.operands)
         return [made.arrays[0] for made in found if made is not None and made.arrays]
 
@@ -216,7 +217,7 @@ class _Reader:
             left = self._operands(computation, one)[0]
             axes = map(int, re.findall(r"\d+", numbers[1] if numbers else ""))
             return 2.0 * one.arrays[0].elements * math.prod(left.dims[axis] for axis in axes)
-        # A TPU's: of all rows, whether an expert's or not.
+        # On a TPU: counts all rows, even those of no expert.
         if one.name.startswith("ragged-dot") and len(one.arrays) == 1:
             rows = self._operands(computation, one)[-2]
             return 2.0 * one.arrays[0].elements * rows.dims[-1]
@@ -229,7 +230,7 @@ class _Reader:
         return 0.0
 
     def _convolution(self, computation: str, one: Instruction) -> float:
-        """A TPU's form of a product. Pairs that fall on padding do not count."""
+        """FLOPs of a convolution, a TPU's form of a product. Pairs with padding do not count."""
         labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.line)
         left, right = self._operands(computation, one)[:2]
         assert labels, one
@@ -258,7 +259,7 @@ class _Reader:
             return 0.0
         if one.op == "copy-start":  # the copy, what is copied
             return float(sum(array.moved for array in one.arrays[:2]))
-        begun = one.op.endswith("-start")  # its result names the operands, the results, and what its end needs
+        begun = one.op.endswith("-start")  # its result lists the operands, the results, and data for its end
         if not one.called or (one.op != "fusion" and not begun):
             return self._alone(computation, one)
         (inner,) = one.called
@@ -271,7 +272,7 @@ class _Reader:
         return [(i, made.arrays[0]) for i, made in found if made is not None and len(made.arrays) == 1]
 
     def _alone(self, computation: str, one: Instruction) -> float:
-        """Of an instruction that is fused with nothing."""
+        """Bytes of an instruction that is not a fusion."""
         operands = self._operands(computation, one)
         ignored = _SCRATCH if one.op == "custom-call" else ()
         written = sum(array.moved for array in one.arrays if array.dtype not in ignored)
@@ -284,7 +285,7 @@ class _Reader:
         return float(written + sum(array.moved for array in operands))
 
     def _read(self, inner: str, place: int, array: Array) -> float:
-        """Bytes of a fusion's operand that it looks at."""
+        """Bytes of a fusion's operand that it reads."""
         mark = f"{place})"
         made = next(
             (p for p in self.program.computations[inner] if p.op == "parameter" and p.line.startswith(mark)), None
@@ -313,14 +314,14 @@ class _Reader:
         return total
 
     def _passes_on(self, inner: str, place: int) -> bool:
-        """Whether a fusion's result is this operand, in another shape at most."""
+        """Whether a fusion's result is this operand, at most reshaped or converted."""
         root: Instruction | None = self.program.computations[inner][-1]
         while root is not None and root.op in _SAME:
             root = self.program.named(inner, root.operands[0])
         return root is not None and root.op == "parameter" and root.line.startswith(f"{place})")
 
     def _written(self, inner: str, root: Instruction, arrays: tuple[Array, ...]) -> float:
-        """Bytes of a fusion's results; of one that is updated in place the update's."""
+        """Bytes that a fusion writes; for a result updated in place only the update."""
         if root.op == "tuple":
             parts = [self.program.named(inner, name) for name in root.operands]
             return sum(self._written(inner, part, (array,)) for part, array in zip(parts, arrays) if part)
@@ -338,9 +339,9 @@ class _Reader:
 
 
 def scope_of(one: Instruction) -> str:
-    """Where it comes from: the pass of a gradient, the scopes and the operation; the instruction's own without them."""
+    """Its origin: the pass of a gradient, the scopes and the operation; the instruction's op without these."""
     name = one.op_name
-    # A scope around all that a gradient is taken of stands in jvp(scope).
+    # A scope around a differentiated function appears as jvp(scope).
     named = (re.sub(r"^(?:transpose\()?jvp\((\w+)\)+$", r"\1", part) for part in name.split("/"))
     parts = [part for part in named if part and not _NOT_IN_SCOPES.fullmatch(part)]
     phase = "again: " if "rematted_computation" in name else "backward: " if "transpose(" in name else "forward: "
@@ -348,7 +349,7 @@ def scope_of(one: Instruction) -> str:
 
 
 def summed(programs: Mapping[str, tuple[ProgramRoofline, int]]) -> ProgramRoofline:
-    """Of a step: each program as often as it runs in it; scopes begin with the program's name."""
+    """The roofline of a step: each program as often as it runs in it; scopes start with the program's name."""
     return ProgramRoofline(
         tuple(
             dataclasses.replace(

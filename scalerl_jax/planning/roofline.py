@@ -1,18 +1,18 @@
-"""The least time of a step: each part is as slow as the slowest of what it uses, and what can go on at once does.
+"""The least time of a step: each part takes as long as its slowest resource, and everything that can overlap does.
 
     micro-batch   max(layers + head, links, network)        layers, head: max(products at the peak rate, memory)
     optimizer     memory: 28 bytes of each parameter of the device's part
     step          micro-batches x micro-batch + optimizer
 
-Nothing real reaches it: the sum of all four is the time if nothing went on at once. Model FLOPs utilization is of the
-model's FLOPs as the ledger of a run counts them, which leave out what is computed again.
+No real run reaches it; the sum of all four parts is the time without any overlap. Model FLOPs utilization uses the
+model's FLOPs as a run's ledger counts them, without recomputation.
 
-How long what devices send each other takes, by mesh axis: over the links inside a slice or node, and the network.
+Communication times are by mesh axis: over the links inside a slice or node, and over the network.
 
-A group of devices uses, in each dimension of the torus in which its members differ, both directions of the links where
-the dimension is a ring and the group fills it, else one. GPUs of a node have all their links to its switch. Of a
-collective over n devices in m slices (or nodes) the share (m - 1) / (n - 1) of what a device receives comes over the
-network; collectives come one after another. These are the least times: latency and contention are left out.
+A group of devices uses, in each dimension of the torus in which its members differ, both directions of the links if the
+dimension is a ring and the group fills it, else one. GPUs of a node use all their links to its switch. In a collective
+over n devices in m slices (or nodes), a share (m - 1) / (n - 1) of the bytes that a device receives comes over the
+network; collectives run one after another. These are the least times: latency and contention are left out.
 """
 
 import dataclasses
@@ -27,17 +27,17 @@ from scalerl_jax.planning.flops import Flops
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What a device receives in one micro-batch along some axes of the mesh."""
+    """Bytes that a device receives in one micro-batch along some axes of the mesh."""
 
     axes: tuple[str, ...]
-    received: int  # bytes, by all ways
-    over_network: float  # bytes of them between slices or nodes
+    received: int  # bytes, over links and network
+    over_network: float  # bytes of these between slices or nodes
     link_seconds: float
     network_seconds: float
 
 
 def by_axes(collectives: Iterable[Collective], mesh: Mapping[str, int], machine: Machine) -> list[Traffic]:
-    """mesh: axis -> devices, the last varies fastest; devices are numbered slice by slice, x fastest."""
+    """mesh: axis -> devices, the last axis varies fastest; devices are numbered slice by slice, x fastest."""
     found: dict[tuple[str, ...], Traffic] = {}
     for one in collectives:
         axes = axes_of(one.pairs, mesh)
@@ -58,7 +58,7 @@ def by_axes(collectives: Iterable[Collective], mesh: Mapping[str, int], machine:
 
 
 def seconds_of(one: Collective, machine: Machine) -> float:
-    """On the links and the network, whichever takes longer."""
+    """Seconds of a collective on the links or the network, whichever takes longer."""
     if not one.pairs or not one.received:
         return 0.0
     network = one.received * _network_share(one, machine)
@@ -75,7 +75,7 @@ def _network_share(one: Collective, machine: Machine) -> float:
 
 
 def _link_rate(one: Collective, machine: Machine) -> float:
-    """Bytes a second that come into a device over the links that the group can use."""
+    """Bytes a second into a device over the links that the group can use."""
     chip = machine.chip
     if not chip.is_tpu:
         return chip.link_rate
@@ -91,7 +91,7 @@ def _link_rate(one: Collective, machine: Machine) -> float:
 
 
 PARTS = PRODUCTS, MEMORY, LINKS, NETWORK = "matrix products", "memory", "links", "network"
-_OPTIMIZER_BYTES = 28  # of a parameter: its gradient, itself and both moments read, and the last three written
+_OPTIMIZER_BYTES = 28  # per parameter: gradient, value and both moments read, and the last three written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +99,9 @@ class Roofline:
     """Seconds of one step."""
 
     step: float
-    in_turn: float  # if nothing went on at once
-    parts: dict[str, float]  # what each of the four takes by itself
-    binds: str  # of the four
+    in_turn: float  # without any overlap
+    parts: dict[str, float]  # seconds of each of the four parts alone
+    binds: str  # the limiting one of the four
 
 
 def of(

@@ -1,9 +1,9 @@
-"""The steps to a pass rate, from the fit that scalerl-fit has written.
+"""The steps to a target pass rate, from a fit written by scalerl-fit.
 
     compute to the target   (R0, A, B, C_mid of fit.json)       steps = compute / compute of a step
 
-The compute is what the fit's x is: device-hours, FLOPs or steps, by its name. Device-hours are taken as they are: those
-of the machines that ran it.
+The unit of compute is that of the fit's x: device-hours, FLOPs or steps, by its name. Device-hours are not converted:
+they are those of the machines that ran it.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any
 
 from scalerl_jax.system.files import read_object
 
-_UNITS = {  # of x, as scalerl-fit writes them
+_UNITS = {  # names of x, as scalerl-fit writes them
     "device-hours": {"h": 1.0, "s": 1 / 3600, "min": 1 / 60, "day": 24.0, "": 1.0},
     "FLOPs": {
         "FLOP": 1.0, "GFLOP": 1e9, "TFLOP": 1e12, "PFLOP": 1e15, "EFLOP": 1e18, "ZFLOP": 1e21,
@@ -29,11 +29,12 @@ class Target:
     pass_rate: float
     kind: str  # device-hours, FLOPs or steps
     compute: float  # from the start of the run to the target
-    run: str  # of the fit
+    run: str  # the fitted run
 
 
 def read(path: str, pass_rate: float) -> Target:
-    """Raises ValueError, one line with the file, where it is no fit or its curve never gets there; and OSError."""
+    """Reads a fit. Raises ValueError, one line with the file, where it is no fit or its curve never reaches the pass
+    rate; and OSError."""
     document = read_object(path)
     x, fits = document.get("x"), document.get("fits")
     if not isinstance(x, str) or not isinstance(fits, list) or not fits or not isinstance(fits[0], dict):
@@ -64,5 +65,5 @@ def _number(fit: dict[str, Any], key: str, path: str) -> float:
 
 
 def steps(target: Target, *, device_hours_a_step: float, flops_a_step: float) -> float:
-    """device_hours_a_step: of trainer and generators together; flops_a_step: likewise, the model's."""
+    """Steps to the target. device_hours_a_step, flops_a_step (the model's): of trainer and generators together."""
     return target.compute / {"device-hours": device_hours_a_step, "FLOPs": flops_a_step, "steps": 1.0}[target.kind]

@@ -1,15 +1,13 @@
-"""What one step of a run asks of the trainer and of the generators, from its config.
+"""The work of one step of a run for the trainer and the generators, from its config.
 
     tokens of a step     completions x (mean prompt + mean completion)
     micro-batches        tokens / (rows x seq_len x row use), rounded up; at least one
 
-A mean length is a run's own affair (scalerl-report has it of a run): without a word on it completions are taken to be
-half of the longest that can come.
+Mean lengths depend on the run (scalerl-report shows them): if none is given, completions are assumed to be half as long
+as the longest possible.
 
-The decoder's shape for a plan: a config.json is enough, the weights need not be there.
-
-In this order: --model_config; config.model.path, where that folder is here; config.sft.model_file; NAME.json beside the
-config file NAME.py.
+The decoder's shape needs only a config.json, not the weights. It is searched in this order: --model_config;
+config.model.path, if that folder exists; config.sft.model_file; NAME.json next to the config file NAME.py.
 """
 
 import dataclasses
@@ -29,38 +27,38 @@ class Workload:
     completions: int  # of a step
     prompt_tokens: float  # mean
     completion_tokens: float  # mean
-    longest: int  # tokens of the longest sequence that can come
-    row_use: float  # share of a packed row that segments take
-    reference: bool = False  # a reference policy scores what is trained on
+    longest: int  # tokens of the longest possible sequence
+    row_use: float  # share of a packed row that segments fill
+    reference: bool = False  # a reference policy scores the training tokens
     adapted: bool = False  # an adapter is trained
 
     @property
     def tokens(self) -> float:
-        """That a step trains on, prompts included."""
+        """Tokens that a step trains on, prompts included."""
         return self.completions * (self.prompt_tokens + self.completion_tokens)
 
     @property
     def sampled(self) -> float:
-        """Tokens of a step that generators make."""
+        """Tokens that generators sample for a step."""
         return self.completions * self.completion_tokens
 
     @property
     def attended(self) -> float:
-        """Keys of a query on average, itself included; all sequences are taken to be of the mean length."""
+        """Keys of a query on average, itself included; all sequences are assumed to have the mean length."""
         return (self.prompt_tokens + self.completion_tokens + 1) / 2
 
     def micro_batches(self, *, rows: int, seq_len: int) -> int:
-        """rows: of one on the whole mesh."""
+        """Micro-batches of a step. rows: of one micro-batch on the whole mesh."""
         return max(1, math.ceil(self.tokens / (rows * seq_len * self.row_use) - 1e-9))
 
     def model_flops(self, decoder: DecoderConfig) -> float:
-        """Of a step's update, as the ledger of a run books them; all completions are taken to be of the mean length."""
+        """FLOPs of a step's update, as a run's ledger counts them; all completions are assumed to have mean length."""
         length = self.prompt_tokens + self.completion_tokens
         shape = ModelShape.of(decoder, adapted=self.adapted)
         return self.completions * shape.update_flops([length], reference=self.reference)
 
     def sampling_flops(self, decoder: DecoderConfig) -> float:
-        """Of a step's rollouts, likewise: each token sampled once, a prompt read once a group is left out."""
+        """FLOPs of a step's rollouts, likewise: each token sampled once; reading a prompt once a group is left out."""
         length, prompt = self.prompt_tokens + self.completion_tokens, self.prompt_tokens
         shape = ModelShape.of(decoder)
         context = shape.context(length) - shape.context(prompt)
@@ -68,7 +66,7 @@ class Workload:
 
 
 def of(config: Config, *, prompt_tokens: float, completion_tokens: float, row_use: float) -> Workload:
-    """completion_tokens 0: half of the longest. Raises ValueError where a sequence does not go into a row."""
+    """completion_tokens: 0 means half of the longest. Raises ValueError where a sequence does not fit into a row."""
     rollout, seq_len = config.rollout, config.learner.seq_len
     most, budgets = rollout.thinking_budget_max + rollout.answer_budget, "thinking and answer budgets"
     if rollout.max_turns > 1:
@@ -100,7 +98,7 @@ def of(config: Config, *, prompt_tokens: float, completion_tokens: float, row_us
 def find_decoder(config: Config, *, config_file: str, model_config: str) -> tuple[DecoderConfig, str]:
     """(shape, the file it is from). Raises ValueError, one line, where there is none, and OSError.
 
-    config_file: as --config names it; "": none. model_config: as --model_config gives it, a file or a folder.
+    config_file: value of --config; may be "". model_config: value of --model_config, a file or a folder.
     """
     if model_config:
         if os.path.isdir(model_config):
@@ -121,8 +119,8 @@ def find_decoder(config: Config, *, config_file: str, model_config: str) -> tupl
 
 
 def find_machine(topology: str, slices: int, *, flag: str = "topology") -> Machine:
-    """Of --topology and --slices. Raises ValueError, one line, where there is no such machine, or its figures are not
-    known."""
+    """The machine of --topology and --slices. Raises ValueError, one line, where there is no such machine, or its
+    figures are not known."""
     try:
         machine = machines.parse(topology, slices=slices)
     except ValueError as error:

@@ -1,24 +1,24 @@
 """The trainer's side of the contract.
 
-fleet         all of it on one thread, behind blocking calls
+fleet         everything below on one thread, behind blocking calls
 pacing        which group may be asked of a server that holds which version, and when a batch may be trained
-group_buffer  groups in flight, ready, pending: who was asked for what
-requests      ids, seeds, budgets: what a group looks like on the wire
-candidates    who is let in
-trust         who is sent away, what is asked for again
+group_buffer  groups in flight, ready, pending; which server was asked for what
+requests      builds the requests: ids, seeds, budgets
+candidates    admission of servers
+trust         dismissal of admitted servers; their completions are requested again
 evaluation    one version pinned on some servers
-incarnation   the name by which servers know this trainer
-status        who is waited for, for how long, how deep the queues are
+incarnation   the number by which servers identify this trainer
+status        what the trainer waits for, for how long, how deep the queues are
 servers/      one server seen from the trainer, and all of them
-    client         its heartbeat, and what is made of it; server_state: what is known of it; states
-    calls          what it is asked for
+    client         its heartbeat, and the reactions to it; server_state: its state, and every change of it
+    calls          the requests sent to it
     upkeep         versions sent to it, and its samples for the probe
-    offences       what it did wrong, and how much it may be given
-    validate       what a completion must be before anybody looks at it; validate_status: what a status may say
-    context        what all clients share, and what they tell the fleet
-    pool           who belongs to the fleet now; discovery: what --servers means; credentials: what they are shown
-weights/      versions going out
-    publisher      the versions, and who is sent what; push: one of them to one server
+    offences       its offences, and how much work it may hold after them
+    validate       checks a completion before it is used; validate_status: checks a status
+    context        what all clients share, and their callbacks to the fleet
+    pool           the fleet's current servers; discovery: parses --servers; credentials: what servers are shown
+weights/      versions sent to servers
+    publisher      the versions, and which one each server gets; push: sends one version to one server
     payload        one version, cut into chunks; deltas: what the last versions changed
-parity        trainer and generators agree on log-probs: when they meet, and of all that is delivered
+parity        whether trainer and generators agree on log-probs, at admission and in all that is delivered
 """

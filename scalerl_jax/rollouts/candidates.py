@@ -1,13 +1,13 @@
-"""Admission: a server that was met is a candidate, and gets no group before the trainer's thread has admitted it.
+"""Admission: a new server is a candidate, and gets no group before the trainer's thread has admitted it.
 
 A candidate has sampled with the version that the trainer has reached; the trainer compares its log-probs with the
-policy's, and admits or rejects it. A run ends where no server is left that could be admitted.
+policy's, and admits or rejects it. A run ends if no server is left that could be admitted.
 
-One status of each server before anything is computed: what can never become a fleet is said at once.
+`check_servers` asks each server for one status before anything is computed, to fail at once if no fleet is possible.
 
-Compiling an update takes minutes, and the fleet is met after it. A server that is not there yet, or fails in a way that
-may pass, is left to that meeting, which asks again; here a run ends only where every address answers, and none could
-ever be used.
+Compiling an update takes minutes, and the fleet connects only after it. A server that does not answer yet, or fails in
+a way that may pass, is left for then; `check_servers` ends a run only if every address answers and none could ever be
+used.
 """
 
 import concurrent.futures
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Candidates:
-    """buffer: of the groups to be trained on. fail: ends the run, on the loop."""
+    """buffer: the groups to train on. fail: ends the run; called on the loop."""
 
     def __init__(
         self, thread: LoopThread, pool: ServerPool, buffer: GroupBuffer, *, fail: Callable[[BaseException], None]
@@ -40,15 +40,15 @@ class Candidates:
         self._thread, self._pool, self._buffer, self._fail = thread, pool, buffer, fail
         self._ever_admitted = False
         self._patient_until = 0.0  # from wait_for_the_first() on
-        self._held_at: float | None = None  # when a batch that is ready was held back for a candidate, last
+        self._held_at: float | None = None  # when a ready batch was last held back for a candidate
 
     # ---- the trainer's thread
 
     def wait_for_the_first(self, *, connect_seconds: float, status_seconds: float) -> None:
         """Blocks until one server has answered and the others had time to: our incarnation must exceed
-        theirs when the first version goes out.
+        theirs when the first version is published.
 
-        Raises FleetError where none answers within connect_seconds, or where trust is missing between us and each.
+        Raises FleetError if none answers within connect_seconds, or if authentication fails with each.
         """
         began = time.monotonic()
         self._patient_until = began + connect_seconds
@@ -63,13 +63,13 @@ class Candidates:
 
     @on_loop
     def due(self) -> list[Probed]:
-        """Those to be compared now: each has sampled with the version that the trainer has reached."""
+        """Candidates to compare now: each has sampled with the version that the trainer has reached."""
         found = self._pool.in_state(server_state.CANDIDATE)
         return [Probed(c.process, c.samples) for c in found if c.samples_step == c.step == self._buffer.trained]
 
     @on_loop
     def admit(self, server: str) -> None:
-        """Lets a candidate have groups. Nothing happens if it was lost meanwhile."""
+        """Lets a candidate have groups. Does nothing if it was lost meanwhile."""
         client = self._pool.named(server)
         if client is not None and client.state == server_state.CANDIDATE:
             self._ever_admitted = True
@@ -77,7 +77,7 @@ class Candidates:
 
     @on_loop
     def reject(self, server: str, why: str) -> None:
-        """Turns a candidate away; a new process on the same address may come again."""
+        """Rejects a candidate; a new process on the same address may become a candidate again."""
         client = self._pool.named(server)
         if client is not None:
             client.reject(why)
@@ -89,8 +89,8 @@ class Candidates:
         self._held_at = None
 
     def holds_batch(self) -> bool:
-        """Whether a batch that is ready is to wait for a server that is about to be. A trainer that is the slower side
-        never waits for a batch: a candidate would always be one version behind it, and never be met."""
+        """Whether a ready batch waits for a server that is about to be ready. A trainer that is the slower side never
+        waits for a batch: without this a candidate would always be one version behind it, and never be admitted."""
         soon = (server_state.UPDATING, server_state.PROBING, server_state.CANDIDATE)
         expected = [c for c in self._pool.in_state(*soon) if c.patience > 0 and not c.unlisted]
         now = time.monotonic()
@@ -100,7 +100,7 @@ class Candidates:
         return bool(expected)
 
     def rejected(self, reason: str) -> None:
-        """A run ends where none is left. Before the first was admitted it is the user's mistake, most likely."""
+        """Ends the run if no server is left. Before the first was admitted it is most likely the user's mistake."""
         if any(c.state != server_state.REJECTED for c in self._pool.clients):
             _log.warning("turned away: %s", reason)
         elif not self._ever_admitted:
@@ -134,9 +134,9 @@ def check_servers(
     *,
     seconds: float,
 ) -> None:
-    """check: raises ProbeError where a server with that status is none for this run. seconds: for a status.
+    """check: raises ProbeError if a server with that status cannot serve this run. seconds: timeout of a status.
 
-    Raises FleetError, one line, where none of the servers can be used, whatever happens.
+    Raises FleetError, one line, if none of the servers can ever be used.
     """
 
     def why_not(address: str) -> str:
@@ -161,9 +161,9 @@ def _why_not(
     check: Callable[[str, pb.StatusReply], None],
     seconds: float,
 ) -> str:
-    """Why the server can never be used; empty: it may be."""
+    """Why the server can never be used; empty if it may be."""
     why = ""
-    for _ in range(SURE_AFTER):  # a process that ends closes the connections half made to it, too
+    for _ in range(SURE_AFTER):  # a process that exits closes half-open connections, too
         try:
             status = stub.Status(pb.StatusRequest(), timeout=seconds)
             if status is not None:

@@ -1,4 +1,4 @@
-"""What ends a run, or an evaluation, for want of servers; each message is one line."""
+"""Errors that end a run or an evaluation because servers cannot be used; each message is one line."""
 
 
 class FleetError(ValueError):

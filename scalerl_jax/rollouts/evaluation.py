@@ -1,9 +1,9 @@
 """One version, pinned on some servers until its evaluation is done.
 
 A server that evaluates gets no more training groups, finishes those it has, is brought to the version if it is behind,
-answers requests pinned to it, and then goes on to the next evaluation, or catches up with the latest version. When it
-is lost its unfinished completions go to another evaluating server, or to any that can still be brought to the version.
-A server never goes back to an older version, so with newer ones out everywhere the evaluation may be beyond saving:
+answers requests pinned to it, and then continues with the next evaluation or catches up with the latest version. If it
+is lost, its unfinished completions go to another evaluating server, or to any that can still be brought to the version.
+A server never returns to an older version, so once all servers hold newer ones the evaluation cannot be finished:
 EvaluationLost.
 """
 
@@ -33,10 +33,10 @@ class Evaluation:
         servers: int,
         requests: Requests,
     ):
-        """servers: how many of the fleet's; 0: all."""
+        """servers: how many of the fleet's servers evaluate; 0 means all."""
         assert len({row.index for row in rows}) == len(rows) > 0
         self.version, self._servers = version, servers
-        self.approved = False  # it does not end before the trainer has said that it counts, see Trust
+        self.approved = False  # by the trainer, see Trust; the evaluation does not end before
         self.future: concurrent.futures.Future[list[FinishedGroup]] = concurrent.futures.Future()
         self.asked_at = time.monotonic()
         self.buffer = GroupBuffer(
@@ -49,9 +49,9 @@ class Evaluation:
         self._orphaned_at: float | None = None
 
     def assign(self, clients: Sequence[ServerClient], *, latest: int, done: Sequence[ServerClient] = ()) -> None:
-        """Makes servers evaluate until there are enough.
+        """Assigns servers to this evaluation until there are enough.
 
-        done: those whose last evaluation has ended just now, so that no newer version is on its way to them yet.
+        done: servers whose evaluation has just ended, so no newer version is on its way to them yet.
         """
         active = [c for c in clients if c.state == server_state.ACTIVE]
         for c in active:
@@ -60,14 +60,14 @@ class Evaluation:
         working = sum(c.evaluation is self for c in active)
         free = [c for c in active if c.evaluation is None and c.step is not None and c.step <= self.version]
         if self.version != latest:
-            # One that is being brought to a newer version now would not stop at ours.
+            # A server that is now being brought to a newer version would not stop at this one.
             free = [c for c in free if c.step == self.version or c in done]
         wanted = (self._servers or len(active)) - working
         for c in sorted(free, key=lambda c: c.calls.in_flight)[: max(0, wanted)]:
             c.assign(self)
 
     def lost(self, clients: Sequence[ServerClient], *, latest: int, patience: float) -> bool:
-        """Whether no server has been left for it for `patience` seconds, and none can come."""
+        """Whether it has had no server for `patience` seconds and can get none."""
         if latest == self.version or any(c.evaluation is self for c in clients):
             self._orphaned_at = None
             return False
@@ -77,7 +77,7 @@ class Evaluation:
 
 
 class Evaluations:
-    """Those asked for, one after another. Lives on the fleet's event loop."""
+    """Queue of evaluations, run one after another. Lives on the fleet's event loop."""
 
     def __init__(self) -> None:
         self._queue: collections.deque[Evaluation] = collections.deque()
@@ -94,9 +94,9 @@ class Evaluations:
             evaluation.future.cancel()
 
     def advance(self, clients: Sequence[ServerClient], *, latest: int, patience: float) -> list[Evaluation]:
-        """Assigns servers to the current one, ends those that are done or lost, and returns what it ended.
+        """Assigns servers to the current evaluation; ends those that are done or lost, and returns them.
 
-        latest: the version that every server is to hold. patience: seconds, see Evaluation.lost.
+        latest: the version that every server should hold. patience: seconds, see Evaluation.lost.
         """
         ended: list[Evaluation] = []
         done: list[ServerClient] = []
@@ -104,7 +104,7 @@ class Evaluations:
             evaluation = self._queue[0]
             whole = evaluation.buffer.is_ready(0)
             groups = evaluation.buffer.pop_batch(0) if whole and evaluation.approved else None
-            # Whole and not approved of: its servers stay, for what may have to be asked for again.
+            # Complete but not approved: its servers stay, because completions may have to be requested again.
             if groups is None and (whole or not evaluation.lost(clients, latest=latest, patience=patience)):
                 evaluation.assign(clients, latest=latest, done=done)
                 break

@@ -1,20 +1,20 @@
-"""The trainer's fleet: groups in flight on all servers, batches by number, versions going out, evaluations.
+"""The trainer's fleet: groups in flight on all servers, batches by number, publishing of versions, evaluations.
 
-    asyncio loop on a thread of its own                         the trainer's thread, blocking calls
+    asyncio loop on a separate thread                           the trainer's thread, blocking calls
       ServerPool               servers come and go                 start, batch, advance, publish, close
       ServerClient per server  heartbeat, pushes, calls            candidates: due, admit, reject
       GroupBuffer              groups in flight, ready, pending    trust: dismiss, probe, evaluation
       Publisher                versions                            evaluate, result
       Teachers                 score completions, too              status, waiting
       Evaluations              one after another
-      pump                     who is asked for what next
+      pump                     which server is asked for what next
 
 All state belongs to the loop's thread; a call from outside runs there and is waited for. Of the callables given to the
-fleet, `score` is called on a thread of its own, so that it may block for a moment; the others on the loop's thread, and
-that which draws a group's row with consecutive numbers, each once. None of them may call the fleet.
+fleet, `score` is called on a separate thread, so that it may block for a moment; the others are called on the loop's
+thread, the one that draws a group's row with consecutive numbers, each once. None of them may call the fleet.
 
-What a dead, hanging or slow server costs is decided in ServerClient; here its completions are simply asked for again. A
-fault of ours (an exception of score, of a tensors callable, of a draw but ValueError) is raised by the next call.
+ServerClient decides what happens to a dead, hanging or slow server; here its completions are just requested again. An
+error of our own (an exception of score, of a tensors callable, of a draw but ValueError) is raised by the next call.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ from scalerl_jax.rollouts.weights.publisher import Publisher, Source
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-POLL_SECONDS = 0.2  # how often a blocking call looks up and calls its caller's `wait`
+POLL_SECONDS = 0.2  # how often a blocking call polls and calls its caller's `wait`
 TICK_SECONDS = 0.5
 
 
@@ -74,18 +74,18 @@ class Fleet:
     """See the module.
 
     Args:
-        buffer: of the groups to be trained on, see Requests.training_groups; its pacing says what may be asked when.
+        buffer: the groups to train on, see Requests.training_groups; its pacing decides what may be requested when.
         incarnation: of this trainer process.
-        score: what a completion is worth, as a concurrent future.
-        episodes: those of environments that have them, in place of `score`; None: none has.
+        score: scores a completion; returns a concurrent future.
+        episodes: of the environments that have them, in place of `score`; None if none has.
         agents: likewise.
-        teachers: what scores the training groups' completions beside that; None: nothing.
+        teachers: also score the training groups' completions; None if there are none.
         on_event: ("server", {server, state, reason, step}), ("push", {server, step, payload_bytes, ...}) and
             ("version", {step, changed, delta_bytes, ...}).
-        observe: each status of each server that may be true; whether the time since the one before was an evaluation's;
-            whether its counters are to be believed from here on only.
-        serving: whether a server is admitted; at each change, and at least every TICK_SECONDS.
-        parts: of a trainer of several hosts; None: there is one.
+        observe: called with each plausible status of each server; whether the time since the previous one was an
+            evaluation's; whether its counters count from here on only.
+        serving: called with whether a server is admitted, at each change and at least every TICK_SECONDS.
+        parts: for a trainer of several hosts; None if there is one.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Fleet:
         self._agents, self._teachers = agents, teachers
         self._running = dict[AgentRun, tuple[GroupBuffer, GroupInFlight, concurrent.futures.Future]]()
         self._unscored = 0  # completions without their score
-        self._something = threading.Event()  # the caller should look
+        self._something = threading.Event()  # the caller should poll
         self._pool = ServerPool(make=self._connect, resolve=servers.resolve, fail=self._fail, changed=self._changed)
         self._evaluations = Evaluations()
         self.candidates = Candidates(self._thread, self._pool, buffer, fail=self._fail)
@@ -155,8 +155,8 @@ class Fleet:
     def start(self) -> None:
         """Connects; returns when a first server has answered.
 
-        Raises FleetError naming the addresses where none has within fleet.connect_seconds, or where trust is missing
-        between us and each of them; ProbeError where one that answered is not a server for this run.
+        Raises FleetError naming the addresses if none has within fleet.connect_seconds, or if authentication fails with
+        each of them; ProbeError if one that answered cannot serve this run.
         """
         fleet = self._config.fleet
         self._thread.start(self._begin)
@@ -181,26 +181,26 @@ class Fleet:
         """The groups of batch `number`, in order of number; blocks until all are finished.
 
         `wait` is called on this thread at least once, and about every POLL_SECONDS while waiting: there candidates
-        are admitted. Raises ValueError where there is no row to draw for a group of the batch.
+        are admitted. Raises ValueError if there is no row to draw for a group of the batch.
         """
         self._begin_wait(number)
         return [finished(group) for group in self._until(lambda: self._pop_if_ready(number), wait)]
 
     @on_loop
     def advance(self, version: int) -> None:
-        """Batch version - 1 has been trained: later groups may be asked for."""
+        """Batch version - 1 has been trained: later groups may be requested."""
         self._buffer.trained_to(version)
         self._changed()
 
     @on_loop
     def publish(self, version: int, tensors: Source, changes: Callable[[], WeightDelta] | None = None) -> None:
-        """Begins to bring `version` to every server; returns at once. A newer version overtakes an older one.
+        """Starts sending `version` to every server; returns at once. A newer version overtakes an older one.
 
         A version that the pacing does not publish is only kept, in case it is to be evaluated.
-        tensors: Hugging Face names, complete, in sync dtype, in host memory that is not written to any more; or a
+        tensors: Hugging Face names, complete, in sync dtype, in host memory that is no longer written to; or a
         function that returns that, called on its own thread when the first server is ready for it.
-        changes: brings what this version changed to the host, called at once on its own thread. Without it this version
-        and later ones go out whole.
+        changes: copies what this version changed to the host, called at once on its own thread. Without it this version
+        and later ones are sent whole.
         """
         self._newest = (version, tensors)
         if changes is not None:
@@ -216,7 +216,7 @@ class Fleet:
     ) -> "concurrent.futures.Future[list[FinishedGroup]]":
         """Evaluates the version published last, on evaluation.servers of the servers (0: all); evaluations run in turn.
 
-        The future gives the groups in the order of rows when `trust` has been told that they count, or EvaluationLost.
+        The future gives the groups in the order of rows once `trust` has approved them, or EvaluationLost.
         """
         assert self._newest is not None and version == self._newest[0], "evaluate what was published last"
         self._publish_newest()
@@ -234,7 +234,7 @@ class Fleet:
 
     @on_loop
     def evaluated(self, *, but: Collection[int] = ()) -> list[FinishedGroup]:
-        """The groups of the evaluation under way that are finished so far, less those of these numbers."""
+        """The finished groups of the current evaluation, except those whose numbers are in `but`."""
         current = self._evaluations.current
         ready = {} if current is None else current.buffer.ready
         return [finished(group) for number, group in sorted(ready.items()) if number not in but]
@@ -246,7 +246,7 @@ class Fleet:
         return future.result()
 
     def _until(self, poll: Callable[[], T | None], wait: Callable[[], None]) -> T:
-        """What `poll` finds; it is called when something has happened, and every POLL_SECONDS."""
+        """Returns what `poll` finds; it is called when something has happened, and every POLL_SECONDS."""
         while True:
             self._something.clear()
             wait()
@@ -254,7 +254,7 @@ class Fleet:
                 return found
             self._something.wait(POLL_SECONDS)
 
-    # ---- the trainer's side: what is going on
+    # ---- the trainer's side: status
 
     def waiting(self) -> str:
         """One line: what the trainer waits for, how long, and how deep the queues are. Empty if it does not wait."""
@@ -304,8 +304,8 @@ class Fleet:
                 client.retarget()
 
     def _publish_for_candidates(self) -> None:
-        """No server has groups, and some are to be asked for again in mid-phase. A candidate is compared by the
-        trainer's version, and by now that is a later one than the phase's: so that one goes out."""
+        """Called when no server has groups. If completions must be requested again in mid-phase, publishes the newest
+        version: a candidate is compared with the trainer's version, which by now is later than the phase's."""
         trained, latest = self._buffer.trained, self._publisher.latest
         ahead = latest is not None and latest < trained and self._newest is not None and self._newest[0] == trained
         if self._waits is not None and ahead and self._buffer.free_of_pins():
@@ -330,7 +330,7 @@ class Fleet:
             return None
         try:
             groups = self._buffer.pop_batch(number)
-        except ValueError:  # it never comes
+        except ValueError:  # the batch never becomes ready
             self._waits = None
             raise
         if groups is not None:
@@ -339,7 +339,7 @@ class Fleet:
         return groups
 
     async def _sample(self, request: RolloutRequest, completions: AsyncGenerator[Completion]) -> None:
-        """What a server delivers of a request enters its group, and is scored while the rest is sampled."""
+        """Adds what a server delivers for a request to its group, and scores it while the rest is sampled."""
         asked_at = time.monotonic()
         async with contextlib.aclosing(completions):
             async for completion in completions:
@@ -350,7 +350,7 @@ class Fleet:
                 self._changed()
 
     async def _score_one(self, request: RolloutRequest, trajectory: Trajectory) -> None:
-        """Scores a completion, whose group is ready with the last score; or its environment replies to its turn."""
+        """Scores a completion (the last score makes its group ready), or has its environment reply to its turn."""
         self._unscored += 1
         row, group, scored = request.group.row, request.group, asyncio.Event()
         teacher: asyncio.Task[tuple[TeacherScores, ...]] | None = None
@@ -358,7 +358,7 @@ class Fleet:
         if self._episodes is not None and self._episodes.plays(row):
             score = self._episodes.step(row, trajectory)
         else:
-            teacher = self._ask_teacher(request.buffer, row, trajectory.completion)  # beside the score
+            teacher = self._ask_teacher(request.buffer, row, trajectory.completion)  # in parallel with the score
             loop = asyncio.get_running_loop()
             score = await loop.run_in_executor(self._scoring_thread, self._score, row, trajectory.completion)
         score.add_done_callback(lambda done: self._thread.post(scored.set))
@@ -382,7 +382,7 @@ class Fleet:
         self, buffer: GroupBuffer, group: GroupInFlight, trajectory: Trajectory | AgentRun, score: Score,
         teacher: "asyncio.Task[tuple[TeacherScores, ...]] | None" = None,
     ) -> None:  # fmt: skip
-        """Enters a completion's score, with its teacher's. teacher: which is asked already."""
+        """Records a completion's score, with its teacher's. teacher: its call, if it was started already."""
         teacher = teacher or self._ask_teacher(buffer, group.row, trajectory.completion)
         scores: tuple[TeacherScores, ...] = ()
         if teacher is not None:
@@ -395,7 +395,7 @@ class Fleet:
     # ---- agents
 
     def _run_agents(self) -> None:
-        """Those that are wanted run, and no others."""
+        """Starts the agents that are wanted and cancels all others."""
         evaluation = self._evaluations.current
         buffers = [self._buffer, *([evaluation.buffer] if evaluation is not None else [])]
         for run, (buffer, group, outcome) in list(self._running.items()):
@@ -425,7 +425,7 @@ class Fleet:
         self, buffer: GroupBuffer, group: GroupInFlight, run: AgentRun,
         prompt: np.ndarray, turn: str, after: Process | None, most_tokens: int | None,
     ) -> "concurrent.futures.Future[tuple[Completion, Process]]":  # fmt: skip
-        """A turn of an agent; from any thread. Cancelled: it is not wanted any more."""
+        """Requests a turn of an agent; from any thread. The future is cancelled if it is no longer wanted."""
         answer: concurrent.futures.Future[tuple[Completion, Process]] = concurrent.futures.Future()
 
         def enter() -> None:
@@ -444,7 +444,7 @@ class Fleet:
             asyncio.get_running_loop().call_soon(self._thread.guarded(self._pump))
 
     def _pump(self) -> None:
-        """Everything that may be done now is done: evaluations are advanced, servers with room are asked for more."""
+        """Does all that can be done now: advances evaluations, sends requests to servers with capacity, runs agents."""
         self._pump_due = False
         self._pool.release_departed()
         self._advance_evaluations()

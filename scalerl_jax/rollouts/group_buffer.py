@@ -1,17 +1,17 @@
-"""Which groups are in flight, who was asked for which completion, what is ready. Pure: no IO, no clock.
+"""Tracks which groups are in flight or ready, and which server was asked for which completion. Pure: no IO, no clock.
 
 A group is *in flight* from its admission (its row is drawn) until every completion has arrived and is scored; then it
-is *ready*, and waits in the store for its batch. A *request* is some completions of one group asked of one server in
-one call; when the call ends, completions that did not come are *pending* again, under the same ids. So are those that
-are *taken back*, because what delivered them turned out not to run the policy; a group taken for its batch can be put
-back for that until the next one is taken. Whatever happens, every group is handed out whole, and trained once.
+is *ready*, and waits in the store for its batch. A *request* asks one server for some completions of one group in one
+call; when the call ends, completions that did not arrive are *pending* again, under the same ids. So are completions
+that are *taken back* because their server turned out not to run the policy; for this a group already popped for its
+batch can be put back until that batch has been trained. Every group is handed out whole, and trained once.
 
-A completion of several turns (environments/episode.py) is pending again for each of them, with the same `minimum_step`:
-so no token of an episode is staler than those of any completion. One that is taken back begins again. A turn goes to
-the process that sampled the one before, which has its keys and values, as long as that has room.
+A completion of several turns (environments/episode.py) is pending again for each turn, with the same `minimum_step`,
+so the staleness bound holds for every token of an episode. An episode that is taken back restarts. A turn goes to the
+process that sampled the previous turn and holds its KV cache, as long as that process has capacity.
 
-An agent (environments/agent.py) asks for its turns itself. Its group has nothing to ask of a server; each of the turns
-is a small group of its own, in `turns`, with the number of the agent's group and so under the same rules.
+An agent (environments/agent.py) requests its turns itself. Its group has no completions to request; each turn is a
+small separate group in `turns`, with the number of the agent's group, so the same rules apply to it.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from scalerl_jax.rollouts import pacing as pacing_lib
 
 
 class Process(NamedTuple):
-    """A server process: who delivered a completion."""
+    """A server process that delivers completions."""
 
     address: str
     server_id: str
@@ -41,7 +41,7 @@ _NOBODY: Mapping[Process, int] = {}
 
 @dataclasses.dataclass(frozen=True)
 class FinishedGroup:
-    """All completions of a row's prompt and what each is worth."""
+    """All completions of a row's prompt, with their scores."""
 
     number: int
     row: Row
@@ -49,9 +49,9 @@ class FinishedGroup:
     scores: tuple[Score, ...]  # by index
     asked_at: float  # seconds, time.monotonic()
     finished_at: float
-    # By index, and of each its branches: which process sampled it, or its turns.
+    # By completion index, then by branch: the process that sampled the branch, or each of its turns.
     servers: tuple[tuple[tuple[Part, ...], ...], ...] = ()
-    # By index, and of each its branches: of the branch's prompt and tokens. None: the row has no teacher.
+    # By completion index, then by branch: scores of the branch's prompt and tokens. None if the row has no teacher.
     teachers: tuple[tuple[TeacherScores, ...], ...] | None = None
 
 
@@ -60,8 +60,8 @@ class Call(NamedTuple):
 
     run: AgentRun
     session: str
-    after: Process | None  # who sampled the turn before
-    most_tokens: int | None  # that the agent wants
+    after: Process | None  # the process that sampled the previous turn
+    most_tokens: int | None  # token limit requested by the agent
     answer: "Future[tuple[Completion, Process]]"
 
 
@@ -73,22 +73,22 @@ class GroupInFlight:
     group_id: str
     row: Row
     requests: tuple[CompletionRequest, ...]  # by index
-    opened_at: float = 0.0  # seconds, as the caller of GroupBuffer counts them
+    opened_at: float = 0.0  # seconds, on the clock of GroupBuffer's caller
     finished_at: float = 0.0
     pending: set[int] = dataclasses.field(default_factory=set)
     asked: dict[int, str] = dataclasses.field(default_factory=dict)  # index -> server
-    # Of which a turn has come, or whose agent runs.
+    # Completions of which a turn has arrived, or whose agent runs, by index.
     trajectories: dict[int, Trajectory | AgentRun] = dataclasses.field(default_factory=dict)
     scores: dict[int, Score] = dataclasses.field(default_factory=dict)
     teachers: dict[int, tuple[TeacherScores, ...]] = dataclasses.field(default_factory=dict)  # of each branch
-    with_teacher: dict[int, str] = dataclasses.field(default_factory=dict)  # that have all but their teacher's
-    failed_at: str = ""  # the server that did not deliver the last time
-    turns: list["GroupInFlight"] = dataclasses.field(default_factory=list)  # of its agents, not answered yet
-    call: Call | None = None  # it is one of those itself
-    begun: Counter[int] = dataclasses.field(default_factory=Counter)  # agents, by index
+    with_teacher: dict[int, str] = dataclasses.field(default_factory=dict)  # index -> teacher whose scores are missing
+    failed_at: str = ""  # the server that last failed to deliver
+    turns: list["GroupInFlight"] = dataclasses.field(default_factory=list)  # its agents' unanswered turns
+    call: Call | None = None  # set if this group is itself such a turn
+    begun: Counter[int] = dataclasses.field(default_factory=Counter)  # agents started, by index
 
     def delivered(self) -> int:
-        """How many completions wait for no server."""
+        """Number of completions that do not wait for a server."""
         if self.row.agent:
             return len(self.scores)
         return len(self.requests) - len(self.pending) - len(self.asked)
@@ -96,20 +96,20 @@ class GroupInFlight:
 
 @dataclasses.dataclass(eq=False)
 class RolloutRequest:
-    """Completions `left` of `group`, asked of `process` in one call."""
+    """Completions `left` of `group`, requested from `process` in one call."""
 
-    buffer: "GroupBuffer"  # which the group belongs to
+    buffer: "GroupBuffer"  # that the group belongs to
     group: GroupInFlight
     process: Process
     minimum_step: int
     pinned_step: int | None
     left: set[int]
-    trajectory: Trajectory | None = None  # the one completion's, which another turn is asked for of
-    failed: bool = True  # what is left when the call ends is the server's failure; False: it may be asked for it again
+    trajectory: Trajectory | None = None  # of the one completion, if this requests its next turn
+    failed: bool = True  # whether completions left at the end are the server's failure; else it may be asked again
 
 
 def finished(group: GroupInFlight) -> FinishedGroup:
-    """What is handed out of a group that has all its completions and scores."""
+    """The FinishedGroup of a group that has all its completions and scores."""
     indices = [wanted.index for wanted in group.requests]
     return FinishedGroup(
         number=group.number,
@@ -127,11 +127,11 @@ class GroupBuffer:
     """The groups of one run (or of one evaluation), in order of number.
 
     Args:
-        pacing: what may be asked when.
+        pacing: decides which group may be requested when.
         open_group: makes group n; called with consecutive numbers, each once. It may raise ValueError (no prompt is
-            left): what is in flight goes on, and `pop_batch` raises the error when it comes to that group.
+            left): groups in flight continue, and `pop_batch` raises the error when it reaches that group.
         group_size: completions of a group.
-        trained: batches trained before; the groups begin with those of the next one.
+        trained: number of batches already trained; group numbers start with the next batch.
         agents: how many may run at once.
     """
 
@@ -154,19 +154,19 @@ class GroupBuffer:
         self._error: ValueError | None = None
 
     def stored(self) -> int:
-        """Groups of later batches than the one in training or waited for that need no more sampling.
+        """Number of groups of batches after the current one (in training or waited for) that need no more sampling.
 
-        They count before they are scored: a slow scorer must not let the generators run ahead.
+        Groups count before they are scored: a slow scorer must not let the generators run ahead.
         """
         sampled = [n for n, group in self.in_flight.items() if group.delivered() == len(group.requests)]
         return sum(self.pacing.batch(number) > self.trained for number in (*self.ready, *sampled))
 
     def pending(self) -> int:
-        """Completions that are asked of no server."""
+        """Number of completions not assigned to a server."""
         return sum(len(group.pending) for group in self.waiting())
 
     def waiting(self) -> Iterator[GroupInFlight]:
-        """Groups in flight, and turns of agents, of which something is to be asked of a server; the oldest first."""
+        """Groups in flight and turns of agents that have pending completions, oldest first."""
         for group in self.in_flight.values():
             group.turns = [call for call in group.turns if call.call and not call.call.answer.cancelled()]
             yield from (one for one in (group.turns if group.row.agent else (group,)) if one.pending)
@@ -182,12 +182,12 @@ class GroupBuffer:
         now: float,
         with_capacity: Mapping[Process, int] = _NOBODY,
     ) -> RolloutRequest | None:
-        """What to ask next of a server process that holds version `step` and may get `capacity` more completions.
+        """The next request for a server process that holds version `step` and may get `capacity` more completions.
 
-        The oldest group first, so that the batch waited for is served before later ones. split: a group larger than
-        `capacity` may be asked for in parts. alone: no other server could be asked, so even what this one failed to
-        deliver the last time is asked of it again. with_capacity: the processes that may get more, and the version that
-        each holds. A turn is left to the one that sampled the turn before, which has its keys and values.
+        The oldest group comes first, so that the batch waited for is served before later ones. split: a group larger
+        than `capacity` may be requested in parts. alone: no other server could be asked, so this one is asked even for
+        what it last failed to deliver. with_capacity: the processes that may get more, and the version that each holds.
+        A turn is left to the process that sampled the previous turn and holds its KV cache.
         """
         for group in self.waiting():
             if group.failed_at == process.address and not alone:
@@ -218,7 +218,7 @@ class GroupBuffer:
         return None if group.row.agent else self._ask(group, process, sorted(group.pending), capacity, split)
 
     def _wanted(self, group: GroupInFlight, process: Process, with_capacity: Mapping[Process, int]) -> list[int]:
-        """The pending completions to ask of a process at once: first turns share a prompt, another has its own."""
+        """The pending completions to request in one call: first turns share a prompt, a later turn has its own."""
 
         def left_to_another(last: Process | None) -> bool:
             if last is None or last == process or last not in with_capacity or group.failed_at == last.address:
@@ -250,8 +250,8 @@ class GroupBuffer:
         return RolloutRequest(self, group, process, minimum, pinned, indices, trajectory)
 
     def arrived(self, request: RolloutRequest, completion: Completion) -> Trajectory | None:
-        """Enters a completion that came on a request, or a turn of one. None: the request no longer waits for it, or
-        what came before is taken back; it changes nothing."""
+        """Records a completion that arrived for a request, or a turn of one. Returns None if there is nothing to score:
+        the request no longer waits for it, its earlier turns were taken back, or it is an agent's turn."""
         index, group = completion.index, request.group
         if index not in request.left:
             return None
@@ -274,7 +274,7 @@ class GroupBuffer:
     # ---- agents
 
     def start_agents(self) -> list[tuple[GroupInFlight, AgentRun]]:
-        """Those to be started now: they are entered."""
+        """The agents to start now; they are recorded as running."""
         found = []
         for group in self.in_flight.values():
             for index in sorted(group.pending if group.row.agent else ()):
@@ -285,11 +285,11 @@ class GroupBuffer:
         return found
 
     def runs(self, group: GroupInFlight, run: AgentRun) -> bool:
-        """Whether the agent is wanted."""
+        """Whether the agent's result is still wanted."""
         return self.in_flight.get(group.number) is group and group.trajectories.get(run.index) is run
 
     def add_call(self, group: GroupInFlight, call: Call, row: Row, name: str, wanted: CompletionRequest) -> None:
-        """An agent asks for a turn; row: of which only the prompt counts."""
+        """Adds a turn requested by an agent. Only the prompt of `row` is used."""
         one = GroupInFlight(group.number, f"{group.group_id}/{name}", row, (wanted,), pending={wanted.index}, call=call)
         if self.runs(group, call.run):
             group.turns.append(one)
@@ -305,17 +305,17 @@ class GroupBuffer:
         if call.answer.set_running_or_notify_cancel():
             call.answer.set_result((completion, process))
 
-    # ---- what becomes of completions
+    # ---- completions
 
     def replied(self, group: GroupInFlight, trajectory: Trajectory, token_ids: np.ndarray) -> None:
-        """Enters what the environment says behind the last turn: another turn is pending. That of a trajectory taken
-        back changes nothing."""
+        """Appends the environment's reply to the last turn and makes another turn pending. Does nothing for a
+        trajectory that was taken back."""
         if group.trajectories.get(trajectory.index) is trajectory:
             trajectory.add_reply(token_ids)
             group.pending.add(trajectory.index)
 
     def returned(self, request: RolloutRequest) -> None:
-        """The call has ended: what did not come is to be asked again."""
+        """Ends a call: completions that did not arrive are pending again."""
         if request.left and request.failed:
             request.group.failed_at = request.process.address
         for index in request.left:
@@ -332,9 +332,9 @@ class GroupBuffer:
         now: float,
         teacher: tuple[TeacherScores, ...] = (),
     ) -> bool:
-        """Enters a score. True: the group is ready by it. That of a trajectory taken back changes nothing.
+        """Records a score. Returns True if it makes the group ready. Ignores a trajectory that was taken back.
 
-        teacher: its scores of each branch; (): the row has none.
+        teacher: the teacher's scores of each branch; () if the row has no teacher.
         """
         index = trajectory.index
         if group.trajectories.get(index) is not trajectory:
@@ -350,9 +350,9 @@ class GroupBuffer:
         return True
 
     def retract(self, process: Process, numbers: Collection[int] | None = None) -> int:
-        """Forgets what a process delivered: to all groups not yet trained, or to those of these numbers.
+        """Drops what a process delivered to all groups not yet trained, or only to those with these numbers.
 
-        It is asked for again, from another server if there is one. Returns how many completions that is.
+        These completions are requested again, from another server if there is one. Returns their number.
         """
         groups = {**self.in_flight, **self.ready, **{group.number: group for group in self._last_batch}}
         back = 0
@@ -365,13 +365,13 @@ class GroupBuffer:
                 group.scores.pop(index, None)
                 group.teachers.pop(index, None)
                 group.turns = [one for one in group.turns if one.call and one.call.run is not gone]
-            # One whose next turn is being sampled elsewhere is pending when that call ends.
+            # A completion whose next turn is being sampled elsewhere becomes pending when that call ends.
             group.pending.update(set(lost) - group.asked.keys())
             group.failed_at = process.address
             self.ready.pop(number, None)
             self.in_flight[number] = group
             back += len(lost)
-        # What was taken and is whole waits in the store again; nothing of that batch has been trained.
+        # Complete groups of the popped batch return to the store; nothing of that batch has been trained.
         if any(group.number in self.in_flight for group in self._last_batch):
             whole = [group for group in self._last_batch if group.number not in self.in_flight]
             self.ready.update({group.number: group for group in whole})
@@ -385,7 +385,7 @@ class GroupBuffer:
         return [group for group in self.in_flight.values() if group.number <= last]
 
     def free_of_pins(self) -> bool:
-        """Whether something is to be asked for, and all of that from any version that the trainer has reached."""
+        """Whether something is to be requested, and none of it is pinned to a version."""
         waiting = [group.number for group in self.waiting()]
         return bool(waiting) and all(
             pacing_lib.pinned(self.pacing, number, trained=self.trained) is None for number in waiting
@@ -394,14 +394,14 @@ class GroupBuffer:
     def is_ready(self, batch: int) -> bool:
         """Whether all that `batch` waits for is ready."""
         last = self.pacing.last_needed(batch)
-        if self._error is not None:  # a phase ends early: with the last batch that is whole
+        if self._error is not None:  # a phase ends early, with the last complete batch
             last = min(last, (batch + 1) * self.pacing.groups - 1)
         return last < self.next_number and not self.missing(batch)
 
     def pop_batch(self, batch: int) -> list[GroupInFlight] | None:
-        """The batch's groups in order of number, out of the store; None while it is not ready.
+        """Removes the batch's groups from the store and returns them in order of number; None while it is not ready.
 
-        Raises ValueError where open_group could not make a group that the batch needs.
+        Raises ValueError if open_group could not make a group that the batch needs.
         """
         if not self.is_ready(batch):
             if self._error is not None and not self.missing(batch):

@@ -1,4 +1,4 @@
-"""An asyncio loop on a thread of its own, and blocking calls into it from any other thread."""
+"""An asyncio loop on a separate thread, and blocking calls into it from any other thread."""
 
 import asyncio
 import concurrent.futures
@@ -87,7 +87,7 @@ class LoopThread:
 
         if not self.post(run):
             raise self._failure or RuntimeError(f"the {self._name} is closed")
-        for _ in range(int(CALL_SECONDS)):  # not by the clock: the process may be stopped for longer, and go on
+        for _ in range(int(CALL_SECONDS)):  # not by the clock: the process may be stopped for longer, and resume
             if concurrent.futures.wait([future], timeout=1.0).done:
                 return future.result()
             if not self._thread.is_alive() and not future.done():
@@ -103,7 +103,7 @@ class LoopThread:
             return True
 
     def guarded(self, function: Callable[..., None]) -> Callable[..., None]:
-        """`function`, reporting what it raises: the loop by itself would log that and go on as if nothing had been."""
+        """`function`, reporting what it raises: the loop by itself would only log it and continue."""
 
         def run(*args: Any) -> None:
             try:
@@ -131,7 +131,7 @@ class LoopThread:
         for coroutine in self._begin():
             watched(coroutine, self.fail)
         await self._stop.wait()
-        # Again and again: a task may start others while it is cancelled, and a library may lose a cancellation.
+        # Repeatedly: a task may start others while it is cancelled, and a library may lose a cancellation.
         while rest := [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]:
             for task in rest:
                 task.cancel()

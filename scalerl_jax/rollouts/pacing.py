@@ -4,20 +4,20 @@
     group n      belongs to batch b = n // groups_per_batch
     staleness    of a token = b - (the version that sampled it)
 
-A group is asked of a server only if the step s that the server has acknowledged satisfies minimum_step(n) <= s. Within
-one incarnation a server's step only grows, so every token of the group is sampled at s or later: staleness <= k,
+A group is requested from a server only if the step s that the server has acknowledged satisfies minimum_step(n) <= s.
+Within one incarnation a server's step only grows, so every token of the group is sampled at s or later: staleness <= k,
 whatever dies or hangs afterwards, because the server that is asked next must pass the same test.
 
-    Pipeline(k)  minimum_step(n) = max(start, b - k); every version goes out at once and sequences in flight go on
+    Pipeline(k)  minimum_step(n) = max(start, b - k); every version is sent at once and sequences in flight continue
     Phased(k)    batches [p k, (p + 1) k) are sampled from version p k alone, and trained when all of them are finished;
-                 what is taken back after the phase's first update, from any version since
+                 completions taken back after the phase's first update are sampled from any version since
 
-A group can be opened again when its batch's phase is under way, because what was delivered to it is taken back. From
-then on (trained > minimum_step) it is pinned to nothing: generators may hold a later version by now, for an evaluation
-or because the trainer no longer has the phase's, and that only makes the staleness smaller.
+A group can be in flight again in the middle of its phase, because its completions were taken back. From then on
+(trained > minimum_step) it is not pinned: generators may hold a later version by now, for an evaluation or because the
+trainer no longer has the phase's, and that only makes the staleness smaller.
 
-Neither deadlocks: batch `trained` is the next to be trained; a version that may sample its groups is published by then,
-or may be at any time, being at most `trained`; and the store bound never holds back a group of that batch.
+Neither deadlocks: batch `trained` is the next to be trained; a version that may sample its groups is at most `trained`,
+so it is published by then or can be at any time; and the store bound never holds back a group of that batch.
 """
 
 import abc
@@ -26,9 +26,9 @@ from scalerl_jax.config import Config
 
 
 class Pacing(abc.ABC):
-    """Of `batches` batches of `groups` groups each; groups beyond them are never admitted.
+    """Pacing of `batches` batches of `groups` groups each; groups beyond them are never admitted.
 
-    start: the version that the run begins at, or is resumed at.
+    start: the version that the run starts or resumes at.
     """
 
     def __init__(self, *, k: int, groups: int, batches: int, start: int = 0):
@@ -48,12 +48,12 @@ class Pacing(abc.ABC):
         """The oldest version that may sample any token of the group."""
 
     def pinned_step(self, number: int) -> int | None:
-        """The only version that may sample the group's tokens; None: any from minimum_step on. See `pinned`."""
+        """The only version that may sample the group's tokens; None if any from minimum_step on may. See `pinned`."""
         return None
 
     @abc.abstractmethod
     def admits(self, number: int, *, step: int, trained: int, stored: int) -> bool:
-        """Whether the new group `number` may be opened and asked of a server that holds version `step`.
+        """Whether the new group `number` may be opened and requested from a server that holds version `step`.
 
         trained: batches trained so far, so that batch `trained` is in training or waited for.
         stored: groups of later batches than that one that are sampled.
@@ -64,17 +64,17 @@ class Pacing(abc.ABC):
         return (batch + 1) * self.groups - 1
 
     def publishes(self, version: int) -> bool:
-        """Whether generators are to hold this version."""
+        """Whether this version is published to generators."""
         return True
 
 
 def pinned(pacing: Pacing, number: int, *, trained: int) -> int | None:
-    """The only version that may sample what is missing of group `number` when `trained` batches are trained."""
+    """The only version that may sample what is missing of group `number` after `trained` batches; None if any may."""
     return pacing.pinned_step(number) if trained <= pacing.minimum_step(number) else None
 
 
 def suits(pacing: Pacing, number: int, step: int, *, trained: int) -> bool:
-    """Whether a server at version `step` may be asked for group `number`, new or asked for again."""
+    """Whether a server at version `step` may be asked for group `number`, the first time or again."""
     only = pinned(pacing, number, trained=trained)
     return step == only if only is not None else step >= pacing.minimum_step(number)
 
@@ -100,7 +100,7 @@ class Pipeline(Pacing):
         batch = self.batch(number)
         if batch >= self.batches or batch > trained + self.k or step < self.minimum_step(number):
             return False
-        # The batch waited for is never held back: with max_buffered_batches 0 the run goes on, one batch at a time.
+        # The batch waited for is never held back: with max_buffered_batches 0 the run continues, one batch at a time.
         return batch <= trained or stored < self._bound
 
 
@@ -131,7 +131,7 @@ class Phased(Pacing):
 
 
 class Pinned(Pacing):
-    """`groups` groups, all of one version: what an evaluation asks for. One batch, number 0."""
+    """`groups` groups, all sampled from one version, for an evaluation. One batch, number 0."""
 
     def __init__(self, *, version: int, groups: int):
         super().__init__(k=1, groups=groups, batches=1)
@@ -148,7 +148,7 @@ class Pinned(Pacing):
 
 
 def from_config(config: Config, *, start: int) -> Pacing:
-    """The run's, from version `start` on."""
+    """The pacing of a run from version `start` on."""
     common = {
         "k": config.pacing.max_off_policy_steps,
         "groups": config.rollout.prompts_per_step,

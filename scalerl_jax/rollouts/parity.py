@@ -3,36 +3,36 @@
     met            the status, see servers/validate_status.py; then the server samples, the trainer scores:
                    d_t = |logp_trainer(t) - logp_server(t)| over sampled tokens;  mean d and the 99th percentile of d
                    must be under their limits; repeated now and then
-    a batch        every completion that is trained on is scored by the gradient on its way, before it is applied; of
-                   the others a share, beside them in the same micro-batches
+    a batch        every completion that is trained on is scored while its gradient is computed, before it is applied;
+                   a share of the others is scored with them, in the same micro-batches
     an evaluation  a share of its completions, before it counts
 
-A server that fails is turned away with one line, and the run goes on with the others; where there are none, that line
-ends it. What is not the policy's is taken back and asked for again elsewhere. How a batch is judged:
+A server that fails is rejected with one line, and the run continues with the others; if there are none, it ends with
+that line. Completions that are not the policy's are taken back and requested again elsewhere. How a batch is judged:
 
     d = logp_trainer - logp_server,  rho = min(exp(d), 20)     of each sampled token of a completion that was scored
 
-Whatever the policy has learned since, a token drawn from the distribution mu that the server tells of has
-E[rho] = E_mu[pi / mu] = 1 exactly; and rho - 1 has no memory, so a sum of it over tokens is as uncertain as its squares
-say. Log-probs that are shifted, invented, copied or noisy move the mean away from 1 by far more than that; so do tokens
-that were not drawn at all. So, of each server process:
+However the policy has changed since, a token drawn from the distribution mu that the server reports has
+E[rho] = E_mu[pi / mu] = 1 exactly; and rho - 1 is uncorrelated between tokens, so its squares give the standard error
+of its sum. Log-probs that are shifted, invented, copied or noisy move the mean away from 1 by far more than that; so do
+tokens that were not drawn at all. So, for each server process:
 
-    group    of one server: grossly wrong alone where mean rho is further than GROSS from 1, or mean |d| is beyond
-             GROSS_DIFFERENCE and several times that of the other servers' groups, or without any of those that were
-             accepted last; it is asked again elsewhere. A second one sends the server away
-    window   its last groups, at least FEWEST of them: sent away where the median of their mean rho is further from 1
+    group    of one server: grossly wrong alone if mean rho is further than GROSS from 1, or if mean |d| is beyond
+             GROSS_DIFFERENCE and several times that of the other servers' groups, or if there are none, of the groups
+             accepted last; it is requested again elsewhere. A second one rejects the server
+    window   its last groups, at least FEWEST of them: rejected if the median of their mean rho is further from 1
              than the limit, or the median of mean |d| is beyond its limit and several times that of the other servers
-    alarm    what mean |d| alone says of a server that no other is there to be held against: staleness does that too, so
-             it is kept, and said
-    certain  a mean counts as far from 1 only where it is CERTAIN standard errors away: a constant shift is after
-             CERTAIN^2 tokens, noise after some hundreds. So longer windows are looked at too, for groups of few tokens
+    alarm    mean |d| alone is beyond its limit, and there is no other server to compare with: staleness can cause that
+             too, so the server is kept, and a warning is logged
+    certain  a mean counts as far from 1 only if it is CERTAIN standard errors away: a constant shift is after
+             CERTAIN^2 tokens, noise after some hundreds. So longer windows are checked too, for groups of few tokens
 
 A policy that moves fast towards tokens which were rare lowers the mean until one of those is drawn. So a low mean
-counts only as far as it is below that of the other servers' groups, and below what groups differed by that were
-accepted.
+counts only as far as it is below that of the other servers' groups, and by more than accepted groups differed from
+the trainer.
 
-A server tells of the distribution that it samples from, the trainer scores with temperature 1 and the whole vocabulary.
-Where the run samples otherwise the two differ by right, and nothing is judged here; the probe samples at 1 always.
+A server reports the distribution that it samples from, the trainer scores with temperature 1 and the whole vocabulary.
+If the run samples otherwise the two differ legitimately, and nothing is judged here; the probe always samples at 1.
 """
 
 import collections
@@ -54,15 +54,15 @@ from scalerl_jax.rollouts.group_buffer import FinishedGroup, Process
 from scalerl_jax.rollouts.requests import stable_hash
 from scalerl_jax.rollouts.servers.validate_status import Expected
 
-# Seen between XLA programs with the same weights: 1e-6 in float32; in bfloat16 about 1e-2 mean, and 1e-3 where only the
-# logits are rounded to it. With experts a router that is undecided takes another: 2e-2 mean and 2e-1 at the 99th
+# Measured between XLA programs with the same weights: 1e-6 in float32; in bfloat16 about 1e-2 mean, and 1e-3 if only
+# the logits are rounded to it. With experts an undecided router may choose another: 2e-2 mean and 2e-1 at the 99th
 # percentile were measured, on small models with random weights, and three times that is allowed.
 LIMITS = {"float32": (1e-3, 1e-2), "bfloat16": (2e-2, 2e-1)}  # mean, 99th percentile
 LIMITS_WITH_EXPERTS = {**LIMITS, "bfloat16": (6e-2, 6e-1)}
 
-GROSS = 0.3  # of one group's mean rho; honest ones at a staleness of 8 were seen within 0.03 of 1
+GROSS = 0.3  # of one group's mean rho; honest ones at a staleness of 8 were within 0.03 of 1
 GROSS_DIFFERENCE = 2.0  # nats, mean |d| of one group
-# Of a group that may be grossly wrong alone; of what a server samples for a later probe, by the version of the trainer.
+# Of a group that may be grossly wrong alone, and of a later probe's samples by the trainer's version.
 FEWEST_TOKENS = 16
 CERTAIN = 6.0  # standard errors
 WINDOWS, FEWEST = (6, 24, 96), 4  # groups
@@ -71,13 +71,13 @@ TIMES_OTHERS = 4.0  # mean |d|, against the median of the other servers' groups
 REMEMBERED = 1024  # server processes
 
 SHOWN = 16  # servers, in a row of metrics
-TRIES = 3  # samples of a server that come when the trainer no longer holds the version that they are by
+TRIES = 3  # if a server's samples arrive when the trainer no longer holds the version that sampled them
 UNJUDGED = """config.rollout.temperature, top_p, top_k: sampling is not from the policy itself, so the log-probs of \
 what servers deliver are not judged; those of the probe, at temperature 1, are"""
 STALE = "a lower config.pacing.max_off_policy_steps brings them nearer"
 
 Place = tuple[int, int, int]  # group, completion, branch
-# The prompts' ids [tokens] int32 and a completion each -> the trainer's log-probs of the completion's tokens [tokens].
+# Pairs of prompt ids [tokens] int32 and completion -> the trainer's log-probs of each completion's tokens [tokens].
 Score = Callable[[Sequence[tuple[np.ndarray, Completion]]], Sequence[np.ndarray]]
 
 
@@ -91,7 +91,7 @@ class Mismatch:
     mean: float
     p99: float
     tokens: int
-    other_bits: int  # tokens whose two log-probs are not the same
+    other_bits: int  # tokens whose two log-probs differ
 
 
 def mismatch(
@@ -99,8 +99,8 @@ def mismatch(
 ) -> Mismatch:
     """Compares the servers' log-probs with the trainer's, each [tokens] float32; forced tokens are left out.
 
-    step: only completions that this version sampled whole; None: all. Of one during which the weights were swapped the
-    later tokens are drawn with keys and values of the earlier weights, as they may be: no limit here is for that.
+    step: only completions sampled entirely by this version; None: all. If the weights were swapped during a completion,
+    its later tokens use the KV cache of the earlier weights; that is allowed, and no limit here applies to it.
     """
     assert len(samples) == len(logprobs) > 0
     parts = []
@@ -117,7 +117,7 @@ def mismatch(
 
 
 class Probe:
-    """What candidates sample, compared with the policy. Used by the trainer's thread."""
+    """Compares what candidates sample with the policy. Used by the trainer's thread."""
 
     def __init__(self, config: ParityConfig, *, expected: Expected, score: Score, dtype: str):
         """dtype: the coarser compute dtype of the two sides. It sets the limits that config leaves at 0, unless logits
@@ -128,9 +128,9 @@ class Probe:
         self.score, self._bitwise = score, expected.numerics == "bitwise"
 
     def admit_candidates(self, fleet: Fleet) -> list[tuple[str, Mismatch]]:
-        """Scores what candidates sampled with the version the trainer holds now; admits or turns away each.
+        """Scores what candidates sampled with the version the trainer holds now; admits or rejects each.
 
-        Returns the servers admitted. Where one fails before any was admitted, and no other is left, the fleet's next
+        Returns the servers admitted. If one fails before any was admitted, and no other is left, the fleet's next
         call raises ProbeError.
         """
         admitted = []
@@ -148,9 +148,9 @@ class Probe:
     def compare_again(
         self, samples: Sequence[tuple[np.ndarray, Completion]], logprobs: Sequence[np.ndarray], *, version: int
     ) -> str | None:
-        """What is wrong with what a server has sampled that was admitted before; "": nothing.
+        """What is wrong with the samples of an admitted server; "": nothing. None: too few are by `version` alone.
 
-        logprobs: by the policy `version`. None: it has sampled too little with that one alone.
+        logprobs: by the policy `version`.
         """
         found = mismatch(samples, logprobs, step=version)
         return None if found.tokens < FEWEST_TOKENS else self._too_far(found)
@@ -172,7 +172,7 @@ class Probe:
 
 
 def comparable(rollout: RolloutConfig) -> bool:
-    """Whether the log-probs of what a run samples are those that the trainer scores."""
+    """Whether a run's servers sample from the distribution that the trainer scores with."""
     return rollout.temperature == 1 and rollout.top_p == 1 and rollout.top_k == 0
 
 
@@ -185,7 +185,7 @@ class Scored(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What `process` delivered to groups `numbers` is not to be trained on; None: it is sent away."""
+    """What `process` delivered to groups `numbers` must not be trained on; None: the process is rejected."""
 
     process: Process
     numbers: frozenset[int] | None
@@ -193,12 +193,12 @@ class Finding(NamedTuple):
 
 
 class Judge:
-    """Keeps each process's last groups. `judge` looks, `accept` remembers."""
+    """Keeps each process's last groups. `judge` only checks, `accept` stores."""
 
     def __init__(self, config: ParityConfig, *, mean_limit: float, judges: bool = True):
-        """mean_limit: of |d| when trainer and server meet; who allows more there allows its consequences here.
+        """mean_limit: of |d| in the probe; a larger limit there also raises the limits here.
 
-        judges: the run samples what is `comparable`; else nothing is chosen, and nothing found.
+        judges: whether the run's samples are `comparable`; if not, nothing is chosen, and nothing found.
         """
         self._share, self._judges = config.share if judges else 0.0, judges
         # A mean difference of m may move a mean ratio by e^m - 1.
@@ -216,7 +216,7 @@ class Judge:
         return stable_hash("share", group_id, index) < self._share * 2**64
 
     def judge(self, scored: Sequence[Scored]) -> list[Finding]:
-        """What is wrong with these completions and those accepted before; nothing: []."""
+        """What is wrong with these completions and those accepted before; [] if nothing is."""
         groups = _by_group(scored) if self._judges else {}
         found: list[Finding] = []
         self.alarms = {}
@@ -235,7 +235,7 @@ class Judge:
         return found
 
     def accept(self, scored: Sequence[Scored]) -> None:
-        """They count."""
+        """Stores completions that count."""
         for process, numbered in _by_group(scored).items():
             kept = self._groups.pop(process, None)
             self._groups[process] = kept = collections.deque(maxlen=WINDOWS[-1]) if kept is None else kept
@@ -320,14 +320,14 @@ def _difference(difference: float, limit: float) -> str:
 
 
 class Beside(NamedTuple):
-    """Completions that are scored though nothing trains on them."""
+    """Completions that are scored although they are not trained on."""
 
     places: list[Place]
     segments: list[Segment]  # prompt and completion at each place
 
 
 class Parity:
-    """Of one trainer; used by its thread. `say` writes a line for people."""
+    """Parity checks of one trainer; used by its thread. `say` prints a line for the user."""
 
     def __init__(
         self,
@@ -348,7 +348,7 @@ class Parity:
         self._judge = Judge(config.parity, mean_limit=probe.limits[0], judges=judges)
         if not judges:
             say(UNJUDGED)
-        self._alarmed: set[Process] = set()  # by the look before
+        self._alarmed: set[Process] = set()  # by the previous check
         self._due: dict[Process, int] = {}  # tries left of those to be probed
         self._begin_row()
 
@@ -360,19 +360,19 @@ class Parity:
     # ---- a batch
 
     def beside(self, groups: Sequence[FinishedGroup], batch: Batch) -> Beside:
-        """The share of the completions that nothing trains on, which is scored beside the others."""
+        """The share of the completions not trained on that is scored with the others."""
         return self._segments(groups, self._chosen(groups, but=set(batch.origins)))
 
     def judge(self, groups: Sequence[FinishedGroup], places: Sequence[Place], logprobs: Sequence[np.ndarray]) -> bool:
         """Whether the completions at these places may be trained on, by the trainer's log-probs [tokens] of prompt and
-        completion. If not, some are asked for again, and the batch comes again."""
+        completion. If not, some are requested again, and the batch must be fetched again."""
         began = time.monotonic()
         clean = self._counts(_scored(groups, places, logprobs))
         self._seconds += time.monotonic() - began
         return clean
 
     def _counts(self, scored: Sequence[Scored]) -> bool:
-        """Whether nothing is wrong with them; then they count."""
+        """Whether nothing is wrong with them; if so, they are accepted."""
         found = self._judge.judge(scored)
         for finding in found:
             self._dismiss(finding)
@@ -397,15 +397,15 @@ class Parity:
     # ---- between batches
 
     def trained(self, version: int) -> None:
-        """The policy is now `version`: is it time to probe?"""
+        """Called when the policy is `version`; probes the servers if it is time."""
         if self._every and version % self._every == 0:
             self._due = dict.fromkeys(self._fleet.trust.working(), TRIES)
         if self._due:
             self._fleet.trust.probe(self._due)
 
     def attend(self, version: int) -> None:
-        """Looks at what has come: from candidates, from servers that were probed again, and of evaluations that wait
-        for approval."""
+        """Handles what has arrived: samples of candidates and of servers that were probed again, and evaluations that
+        wait for approval."""
         for server, found in self._probe.admit_candidates(self._fleet):
             self._say(
                 f"{server} joined: |log-prob difference| {found.mean:.1e} on average, {found.p99:.1e} at p99, "
@@ -421,7 +421,7 @@ class Parity:
                 at += len(some)
                 why = self._probe.compare_again(some, scores, version=version)
                 tries = self._due.pop(one.process, 0)
-                if why is None:  # the trainer has gone on meanwhile
+                if why is None:  # the trainer has moved on meanwhile
                     if tries > 1:
                         self._due[one.process] = tries - 1
                     continue
@@ -447,28 +447,28 @@ class Parity:
         return [logprobs[len(prompt) :] for (prompt, _), logprobs in zip(samples, scored, strict=True)]
 
     def _chosen(self, groups: Sequence[FinishedGroup], but: Collection[Place] = ()) -> list[Place]:
-        """Where the completions are that are scored though nothing else needs it."""
+        """Places of the completions that are scored although nothing else needs it, except those in `but`."""
         every = ((p, i, c) for p, group in enumerate(groups) for i, c in enumerate(group.completions))
         chosen = ((p, i, c) for p, i, c in every if self._judge.chosen(c.group_id, i))
         places = ((p, i, b) for p, i, c in chosen for b, branch in enumerate(c.branches) if len(branch.token_ids))
         return [place for place in places if place not in but]
 
     def _segments(self, groups: Sequence[FinishedGroup], places: list[Place]) -> Beside:
-        """They count as scored."""
+        """The segments at these places; counts them as scored."""
         branches = [(groups[p].row, groups[p].completions[i].branches[b]) for p, i, b in places]
         segments = [scored_only(prompt_of(branch, row), branch) for row, branch in branches]
         self._row["scored"] += len(places)
         self._row["scored_tokens"] += sum(len(segment.tokens) for segment in segments)
         return Beside(places, segments)
 
-    # ---- what is written down
+    # ---- metrics
 
     def drain(self) -> dict[str, Any]:
-        """Of the time since the last call.
+        """Metrics since the last call.
 
-        servers   of each: completions and tokens scored, mismatch (mean |d|), ratio (mean rho), effective_sample_size;
+        servers   for each: completions and tokens scored, mismatch (mean |d|), ratio (mean rho), effective_sample_size;
                   of more than SHOWN servers those whose ratio is furthest from 1
-        parity    scored, scored_tokens: beside those trained on; seconds: of judging; taken_back: completions;
+        parity    scored, scored_tokens: not trained on; seconds: of judging; taken_back: completions;
                   sent_away, probed: servers
         """
         totals = {server: sum(of, start=Sums()) for server, of in self._servers.items()}

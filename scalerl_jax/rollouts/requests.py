@@ -1,13 +1,13 @@
-"""What a group looks like on the wire: ids, seeds, budgets, sampling.
+"""Builds the requests sent to servers: ids, seeds, budgets, sampling.
 
     train/<group number>                   seed and budget from (run seed, group id, sample number)
-    .../<sample number>/<turn>             the turns behind the first, of an agent all: from the seed of that and the
-                                           turn's number
+    .../<sample number>/<turn>             turns after the first, and all turns of an agent: from the seed of the
+                                           sample and the turn's number
     eval/<version>/<prompt index>          the same at every evaluation: from (run seed, prompt index, sample number)
     probe/<server>/<prompt index>
 
-Everything is a hash of names, nothing a stream of random numbers: a completion asked for again, by whatever server, on
-whatever day, is the same request.
+Everything is a hash of names, not a stream of random numbers: a completion requested again, from any server at any
+time, is the same request.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from scalerl_jax.environments import Row, parts
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, RolloutRequest
 from scalerl_jax.rollouts.pacing import Pacing
 
-EVALUATION = "eval/"  # with which the names of its groups begin
+EVALUATION = "eval/"  # prefix of the ids of evaluation groups
 PROBE_SAMPLES = 4  # of one prompt
 PROBE_TOKENS = 64  # thinking and answer of a probe: enough for p99, and seconds even on a slow server
 
@@ -42,12 +42,12 @@ def stable_hash(*parts: object) -> int:
 
 
 class Requests:
-    """Makes the requests of one run. Raises ValueError where the interruption phrase does not end thinking."""
+    """Makes the requests of one run. Raises ValueError if the interruption phrase does not end thinking."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
         rollout = config.rollout
         self._seed, self._group_size, self._replay = config.seed, rollout.group_size, rollout.router_replay
-        # On the wire a budget of 0 means that thinking has none of its own: the answer's is then that of both.
+        # On the wire a thinking budget of 0 means no separate one: the answer budget then covers both.
         high = rollout.thinking_budget_max if rollout.length_control == "interrupt" else 0
         self._thinking = (max(1, rollout.thinking_budget_min), high) if high else (0, 0)
         self._episode_tokens = rollout.max_episode_tokens if rollout.max_turns > 1 else 0
@@ -74,18 +74,18 @@ class Requests:
 
     @property
     def maximum_tokens(self) -> int:
-        """The longest completion there can be, forced tokens included."""
+        """Tokens of the longest possible completion, forced tokens included."""
         return self._episode_tokens or self.turn_tokens
 
     @property
     def turn_tokens(self) -> int:
-        """The longest that can be asked for at once: a completion, or a turn of an episode."""
+        """Most tokens that one request can ask for: a completion, or a turn of an episode."""
         return self._thinking[1] + len(self.interruption.text_token_ids) + self.sampling.answer_budget
 
     def training_groups(self, pacing: Pacing, draw: Callable[[int], Row], *, trained: int) -> GroupBuffer:
-        """Those of the run from batch `trained` on.
+        """The run's groups from batch `trained` on.
 
-        draw: the row of group n. ValueError: there is none; raised by the batch that needs it.
+        draw: returns the row of group n. Its ValueError (no row is left) is raised by the batch that needs the group.
         """
         return GroupBuffer(
             pacing=pacing,
@@ -106,7 +106,7 @@ class Requests:
         return GroupInFlight(number, f"{EVALUATION}{version}/{row.index}", row, named)
 
     def of(self, rollout: RolloutRequest, *, incarnation: int) -> GroupRequest:
-        """As it is sent, by the trainer of that incarnation."""
+        """The request as the trainer of that incarnation sends it."""
         group = rollout.group
         group_id, prompt = group.group_id, group.row.token_ids
         completions = tuple(r for r in group.requests if r.index in rollout.left)
@@ -134,9 +134,10 @@ class Requests:
     def probe(
         self, server: str, row: Row, *, incarnation: int, samples: int, version: int, pinned: bool = True
     ) -> GroupRequest:
-        """Short completions at temperature 1, every second one with so little to think that it is interrupted.
+        """Requests short completions at temperature 1; every second one has so small a thinking budget that it is
+        interrupted.
 
-        pinned: by `version` alone; else by it or a later one.
+        pinned: sampled by `version` alone; otherwise by it or a later one.
         """
         group_id = f"probe/{server}/{row.index}"
         high = min(self._thinking[1], PROBE_TOKENS)
@@ -170,12 +171,12 @@ class Requests:
         )
 
     def turn(self, first: CompletionRequest, turn: int | str) -> CompletionRequest:
-        """Turn `turn` (0: the first) of a completion, whose request was `first`; an agent's turns have names."""
+        """Request for turn `turn` (0: the first) of a completion requested as `first`; an agent's turns have names."""
         return self._completion(f"turn/{first.seed}/{turn}", first.index)
 
 
 def spread_probes(prompts: Sequence[Row], completions: int) -> tuple[tuple[Row, int], ...]:
-    """`completions` samples dealt out over some of the prompts: ((row, samples), ...)."""
+    """Distributes `completions` samples over some of the prompts: ((row, samples), ...)."""
     assert len(prompts) > 0 and completions > 0
     # A few samples of one prompt: their shared prefill is part of what is compared.
     used = list(prompts[: -(-completions // PROBE_SAMPLES)])

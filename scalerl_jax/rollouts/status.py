@@ -25,7 +25,7 @@ class BatchWait:
 
 
 def waiting(waits: BatchWait | None, buffer: GroupBuffer, clients: Sequence[ServerClient], unscored: int) -> str:
-    """One line on what the trainer waits for; empty where it does not wait."""
+    """One line on what the trainer waits for; empty if it does not wait."""
     if waits is None:
         return ""
     now = time.monotonic()
@@ -48,10 +48,10 @@ def waiting(waits: BatchWait | None, buffer: GroupBuffer, clients: Sequence[Serv
 
 
 def waits_for(waits: BatchWait | None, buffer: GroupBuffer) -> list[str]:
-    """Who has the oldest group that the trainer waits for: server addresses, or one of the names below. [] if none.
+    """What the oldest group that the trainer waits for depends on: server addresses, or the names below. [] if none.
 
-    "verifier": every completion has come, a score is missing
-    "teacher NAME": likewise, of that teacher alone
+    "verifier": every completion has arrived, a score is missing
+    "teacher NAME": likewise, but only that teacher's scores are missing
     "a free server": no server is asked for the missing completions
     "new weights": the group is not opened yet, because no server may sample it
     """
@@ -68,7 +68,7 @@ def waits_for(waits: BatchWait | None, buffer: GroupBuffer) -> list[str]:
 
 
 def _teachers(group: GroupInFlight) -> list[str]:
-    """Those that alone it waits for, where every completion has come; none: a score is missing."""
+    """The teachers that are all it waits for, once every completion has arrived; [] if another score is missing."""
     unscored = [wanted.index for wanted in group.requests if wanted.index not in group.scores]
     names = {group.with_teacher.get(index, "") for index in unscored}
     return [] if "" in names else sorted(names)
@@ -84,7 +84,7 @@ def _pending(group: GroupInFlight) -> bool:
 
 
 def held_back(buffer: GroupBuffer) -> str:
-    """Why no server may begin another group, even one that holds the newest weights; empty where it may."""
+    """Why no server may begin another group, even one that holds the newest weights; empty if it may."""
     pacing, number, trained = buffer.pacing, buffer.next_number, buffer.trained
     stored = buffer.stored()
     if pacing.admits(number, step=trained, trained=trained, stored=stored):
@@ -168,9 +168,9 @@ def _server(c: ServerClient, now: float) -> dict[str, Any]:
 
 
 class WaitTimes:
-    """Between two rows of metrics. Used by the trainer's thread alone.
+    """Time waited and computed between two rows of metrics. Used by the trainer's thread alone.
 
-    clock: monotonic seconds. processor: seconds that the cores have worked for this process, all of its threads.
+    clock: monotonic seconds. processor: CPU seconds of this process, over all its threads.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, processor: Callable[[], float] = time.process_time):
@@ -197,17 +197,17 @@ class WaitTimes:
         self._worked += self._clock() - began
 
     def hold(self, held_by: Sequence[str]) -> None:
-        """These hold the trainer up now, in equal parts, until the next look; none: it does not wait."""
+        """These hold the trainer up from now to the next call, in equal parts; (): it does not wait."""
         now = self._clock()
         for name in self._held_by:
             self._seconds[name] = self._seconds.get(name, 0.0) + (now - self._since) / len(self._held_by)
         self._held_by, self._since = held_by, now
 
     def drain(self) -> dict[str, Any]:
-        """Of the time since the last call: waited_seconds, waited_for, update_seconds and cpu_seconds.
+        """Since the last call: waited_seconds, waited_for, update_seconds and cpu_seconds.
 
-        waited_for: (name, seconds), the longest first. cpu_seconds: of the cores of this machine, for everything that
-        the trainer's process did; what it has started is not in it.
+        waited_for: (name, seconds), the longest first. cpu_seconds: CPU time of the trainer's process on this machine,
+        without the processes that it has started.
         """
         self.hold(())
         before, self._processed = self._processed, self._processor()

@@ -3,14 +3,14 @@
     where         config.distill.teachers: servers of the contract, listed as --servers lists the run's; or a model
                   folder, which a local server serves
     sampled       the teacher's log-prob of each token
-    topk_forward  and of its k most likely tokens
-    student_topk  and of the policy's k most likely tokens, as a generator of the run names them
-    queue         each branch of a completion is one sequence. It is asked of the server with the least to do, and after
-                  a failure of another one. CACHE_BYTES of the latest answers are kept, so that none is asked for twice
-    server        one that dies is met again when it answers, or discovery finds another
+    topk_forward  and of the teacher's k most likely tokens
+    student_topk  and of the policy's k most likely tokens, which a generator of the run names
+    queue         each branch of a completion is one sequence. It goes to the least loaded server, and after a failure
+                  to another one. CACHE_BYTES of the latest answers are cached, so that none is requested twice
+    server        one that dies is checked again when it answers; discovery may find another
 
-A server that does not give the teacher's log-probs is sent away (servers/teacher_server.py). Where none is left that
-ends the run; where all are lost the run waits.
+A server that does not return the teacher's log-probs is rejected (servers/teacher_server.py). The run ends if every
+server was rejected and no other can appear; while all are lost the run waits.
 """
 
 import asyncio
@@ -55,9 +55,9 @@ _log = logging.getLogger(__name__)
 
 CACHE_BYTES = 2**28  # of answers that are kept
 CALLS = 2  # to one server at a time: one is computed, one waits
-SEQUENCES = 16  # of one call, at the most
+SEQUENCES = 16  # at most, in one call
 STUDENT_CALLS = 4  # scores asked of one generator of the run at a time: it answers no more than 8
-TRIES = 16  # of one sequence: one that ends servers must not end them all, again and again
+TRIES = 16  # of one sequence: one that crashes servers must not crash them all repeatedly
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +66,12 @@ class Where:
 
     addresses: tuple[str, ...] = ()
     resolve: Callable[[], Sequence[str]] | None = None  # those listed now; None: they never change
-    folder: str = ""  # of a model that local servers are to serve; their addresses come when they have started
+    folder: str = ""  # of a model for local servers to serve; their addresses are known once they have started
     credentials: security.Credentials = security.PLAIN
 
 
 def where_of(config: Config, rows: Sequence[Row], expected: Expected) -> dict[str, Where]:
-    """The teachers of a config, by name. Raises ValueError, one line, where one cannot be, or a row names another."""
+    """The teachers of a config, by name. Raises ValueError, one line, if one is invalid or a row names another."""
     found = {}
     for name, text in config.distill.teachers.items():
         field = f"config.distill.teachers.{name}"
@@ -92,7 +92,7 @@ def where_of(config: Config, rows: Sequence[Row], expected: Expected) -> dict[st
 
 
 def teacher_of(config: Config, row: Row) -> str:
-    """The name of a row's teacher; "": it has none. Raises ValueError where it names one that there is not."""
+    """The name of a row's teacher, "" if it has none. Raises ValueError if the row names an unknown teacher."""
     distill = config.distill
     if not distill.column:
         return next(iter(distill.teachers), "")
@@ -105,27 +105,27 @@ def teacher_of(config: Config, row: Row) -> str:
 
 
 def top_k_of(config: Config) -> int:
-    """Ids that a teacher's server must score at a token."""
+    """Number of ids that a teacher's server must score at each token."""
     return 0 if config.objective.distill == "sampled" else config.distill.k
 
 
 @dataclasses.dataclass(eq=False)
 class _Sequence:
-    """One that waits for its scores."""
+    """A sequence that waits for its scores."""
 
     request: codec.ScoreRequest
     answer: "asyncio.Future[codec.Scores]"
     asked_at: float = dataclasses.field(default_factory=time.monotonic)
     tries: int = 0
-    failed_at: str = ""  # the server that did not deliver the last time
+    failed_at: str = ""  # the server that last failed to deliver
 
 
 class Teachers:
-    """Those of one run.
+    """The teachers of one run.
 
     where: each teacher's servers. prompt, limits, observe: see TeacherContext.
 
-    To be used on the fleet's loop, but for `drain`.
+    Used on the fleet's loop, except for `drain`.
     """
 
     def __init__(
@@ -158,14 +158,14 @@ class Teachers:
         fail: Callable[[BaseException], None],
         students: Callable[[], Sequence[ServerClient]],
     ) -> list[Coroutine[Any, Any, None]]:
-        """What is to run on the fleet's loop. students: the servers that hold the policy, now."""
+        """The coroutines to run on the fleet's loop. students: returns the servers that hold the policy now."""
         self._thread, self._students = thread, students
         context = functools.partial(self._context, fail=fail)
         self._teachers = {name: _Teacher(name, where, context) for name, where in self._where.items()}
         return [teacher.run() for teacher in self._teachers.values()]
 
     async def score(self, row: Row, completion: codec.Completion) -> tuple[TeacherScores, ...]:
-        """The teacher's scores of each branch; () where the row has none. It waits as long as it takes."""
+        """The teacher's scores of each branch; () if the row has no teacher. Waits without a time limit."""
         name = teacher_of(self._config, row)
         if not name:
             return ()
@@ -193,7 +193,7 @@ class Teachers:
         )
 
     async def _scores(self, teacher: "_Teacher", request: codec.ScoreRequest) -> codec.Scores:
-        """Of the teacher, or of before."""
+        """The teacher's scores, from the cache if they were requested before."""
         asked = codec.score_request_to_proto(request).SerializeToString(deterministic=True)
         digest = hashlib.blake2b(asked, digest_size=20, key=teacher.name.encode()[:64]).digest()
         answer = self._known.get(digest)
@@ -217,7 +217,7 @@ class Teachers:
                 self._known_bytes -= _bytes(old.result())
 
     async def _ask_student(self, request: codec.ScoreRequest) -> codec.Scores:
-        """By the policy that a generator of the run holds; of another one where that fails."""
+        """Scores by the policy that a generator of the run holds; tries another generator after a failure."""
         seconds, failed = self._config.distill.seconds, ""
         while True:
             free = [client for client in self._students() if client.calls.scores < STUDENT_CALLS]
@@ -234,8 +234,8 @@ class Teachers:
 
     @on_loop
     def drain(self) -> dict[str, dict[str, float]]:
-        """Of each teacher, of the time since the last call: sequences and their tokens scored, tokens_per_second;
-        seconds: from asking to the answer, mean; cached: answers that were there; asked_again; sent_away: servers."""
+        """For each teacher, since the last call: sequences and their tokens scored, tokens_per_second; seconds: mean
+        from request to answer; cached: answers from the cache; asked_again: sequences; sent_away: rejected servers."""
         elapsed, self._drained_at = time.monotonic() - self._drained_at, time.monotonic()
         rows = {}
         for name, teacher in self._teachers.items():
@@ -251,7 +251,7 @@ def _fresh_row() -> dict[str, float]:
 
 
 def _behind(prompt: int, values: np.ndarray, blank: int) -> np.ndarray:
-    """The values of a completion's tokens, behind `blank` for each of its prompt's."""
+    """The values of a completion's tokens, after `blank` for each token of its prompt."""
     return np.concatenate([np.full((prompt, *values.shape[1:]), blank, values.dtype), values])
 
 
@@ -260,10 +260,10 @@ def _bytes(scores: codec.Scores) -> int:
 
 
 class _Teacher:
-    """One teacher: its servers, and what waits for them."""
+    """One teacher: its servers, and the sequences that wait for them."""
 
     def __init__(self, name: str, where: Where, context: Callable[..., TeacherContext]):
-        """context: with what all teachers share."""
+        """context: makes a TeacherContext with what all teachers share."""
         self.name, self._where, self.row = name, where, _fresh_row()
         self._context = context(name=name, credentials=where.credentials, changed=self._pump, sent_away=self._sent_away)
         self._servers: dict[str, TeacherServer] = {}
@@ -272,7 +272,7 @@ class _Teacher:
         self._complaint = ""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         fleet = self._context.config.fleet
         self._list(self._where.addresses)
         began = time.monotonic()
@@ -306,14 +306,14 @@ class _Teacher:
         self._pump()
 
     def add(self, request: codec.ScoreRequest) -> "asyncio.Future[codec.Scores]":
-        """It waits for a server from now on."""
+        """Queues a sequence and returns the future of its scores."""
         sequence = _Sequence(request, asyncio.get_running_loop().create_future())
         self._queue.append(sequence)
-        asyncio.get_running_loop().call_soon(self._pump)  # with those that are added now, too
+        asyncio.get_running_loop().call_soon(self._pump)  # together with others added now
         return sequence.answer
 
     def _pump(self) -> None:
-        """Every server that may be asked is asked for what waits."""
+        """Sends waiting sequences to every server that may be asked."""
         now, admitted = time.monotonic(), [s for s in self._servers.values() if s.admitted]
         self._say_whether_lost(bool(admitted))
         while self._queue:
@@ -329,7 +329,7 @@ class _Teacher:
             self._queue = [one for one in self._queue if one not in asked]
             task = watched(self._ask(server, asked), self._context.fail)
             server.calls[task] = sum(len(one.request.token_ids) for one in asked)
-            task.add_done_callback(functools.partial(self._asked, server, asked))  # also one that never began
+            task.add_done_callback(functools.partial(self._asked, server, asked))  # also if it never began
 
     async def _ask(self, server: TeacherServer, asked: list[_Sequence]) -> None:
         try:
@@ -346,7 +346,7 @@ class _Teacher:
             server.failed(error)
 
     def _asked(self, server: TeacherServer, asked: list[_Sequence], task: "asyncio.Task[None]") -> None:
-        """A call is over; what it did not bring is asked for again."""
+        """Ends a call; sequences without an answer are queued again."""
         del server.calls[task]
         sequences = [one for one in asked if not one.answer.done()]
         for one in sequences:
@@ -368,7 +368,7 @@ class _Teacher:
                 _log.warning("teacher %s: every server is lost (%s); waiting until one answers", self.name, why)
 
     def _sent_away(self) -> None:
-        """A server was; the run ends where no other can come."""
+        """Counts a rejected server; the run ends if all are rejected and no other can appear."""
         self.row["sent_away"] += 1
         servers = self._servers.values()
         if self._where.resolve is None and all(server.refused for server in servers):

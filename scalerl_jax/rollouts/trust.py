@@ -1,9 +1,9 @@
-"""What the trainer's thread says to the fleet of servers that have groups: who is sent away, what is asked again.
+"""Decisions of the trainer's thread about admitted servers: which are dismissed, which completions are requested again.
 
-    dismiss     a process delivered what does not count: it is asked for again elsewhere, under the same names
+    dismiss     a process delivered completions that do not count: they are requested again elsewhere, with the same ids
     probe       servers that have groups sample the probe's prompts again during their work, with the version they
                 hold; `probed` returns the samples
-    evaluation  what an evaluation has sampled counts when the trainer has approved of it
+    evaluation  an evaluation's completions count once the trainer has approved them
 
 Its methods are called by the trainer's thread and run on the fleet's event loop.
 """
@@ -21,8 +21,8 @@ from scalerl_jax.rollouts.servers.server_state import Probed
 
 class Trust:
     """Args:
-    buffer: of the groups to be trained on.
-    changed: there may be something to ask for.
+    buffer: the groups to train on.
+    changed: called when there may be something to request.
     event: as Fleet's on_event: ("parity", {server, found, completions, sent_away}).
     """
 
@@ -41,9 +41,9 @@ class Trust:
 
     @on_loop
     def dismiss(self, process: Process, why: str, numbers: Collection[int] | None = None) -> int:
-        """Takes back what the process delivered to training groups `numbers`; None: everything, and it is sent away.
+        """Takes back what the process delivered to training groups `numbers`; None: everything, and it is rejected.
 
-        Returns how many completions are asked for again.
+        Returns the number of completions to request again.
         """
         buffers = [self._buffer]
         if numbers is None and self._evaluations.current is not None:
@@ -75,13 +75,13 @@ class Trust:
 
     @on_loop
     def probed(self) -> list[Probed]:
-        """What has come of that since the last call."""
+        """The samples from `probe` that arrived since the last call."""
         found = [client for client in self._pool.in_state(server_state.ACTIVE) if client.samples]
         return [Probed(client.process, client.pop_samples()) for client in found]
 
     @on_loop
     def evaluation(self) -> list[FinishedGroup] | None:
-        """The groups of an evaluation that is sampled whole and waits to be approved of; None: there is none."""
+        """The groups of an evaluation that is complete and waits for approval; None if there is none."""
         current = self._evaluations.current
         if current is None or current.approved or not current.buffer.is_ready(0):
             return None

@@ -1,29 +1,29 @@
-"""From the evaluations of a run to what more compute will buy. Needs numpy, scipy and jax; plots need matplotlib.
+"""Scaling laws: from a run's evaluations to forecasts. Needs numpy, scipy and jax; plots need matplotlib.
 
-readers.py        runs out of tables: tables.py (files), tfevents.py, cells.py (numbers), repeats.py
-units.py          of compute, and the scale of a score
-law.py            the sigmoid, the power law beside it, the straightened form
-points.py         checks the evaluations, sets R0 and the noise apart, and puts very many together
-noise.py          how far a score can be from the true one
+readers.py        reads runs from tables: tables.py (files), tfevents.py, cells.py (numbers), repeats.py
+units.py          units of compute, and the scale of a score
+law.py            the sigmoid, the power law for comparison, the straightened form
+points.py         checks the evaluations, separates R0 and the noise, and bins very many of them
+noise.py          the noise of a score
 paper_grid.py     the paper's fit, cell by cell
 least_squares.py  the fit over the whole plane of shapes
 profile.py        intervals and bands by profile likelihood
 resample.py       bootstrap
-family.py         A's interval over all laws that the points allow
+family.py         A's interval over all laws that fit the points
 trend.py          whether a run rises at all
-identify.py       whether the points tell A, and what compute would
-fit.py            fit_sigmoid: all of these
+identify.py       whether the points identify A, and what compute would
+fit.py            fit_sigmoid, which combines all of these
 misfit.py         whether a law describes the points
-laws.py           what a score may do: five laws, and draws of them (curve_draws.py)
-average.py        these averaged, with what each may be off by
-calibration.py    how far each is to be trusted: read from calibration.json, fitted by calibrate.py, told by judged.py
-backtest.py       the forecast made at half time beside the outcome
-statement.py      the one form in which forecasts are said
-forecast.py       what more compute will buy a run
+laws.py           five laws for a score, and draws of them (curve_draws.py)
+average.py        their average, with a discrepancy for each
+calibration.py    weights of the laws: read from calibration.json, fitted by calibrate.py, evaluated by judged.py
+backtest.py       the forecast made at half time against the outcome
+statement.py      the common wording of forecasts
+forecast.py       the gain that more compute will bring a run
 compare.py        which of several runs ends higher, and which gets there faster
-decide.py         the next experiment, by curves drawn from what the points allow
-plot.py           pictures: of fits and forecasts; compare_plot.py, compare_json.py: a comparison's
-commands/         scalerl-fit, scalerl-compare, scalerl-calibrate; reading.py: what each of them is given
+decide.py         the next experiment, by curves drawn from the posterior
+plot.py           plots of fits and forecasts; compare_plot.py, compare_json.py: of a comparison
+commands/         scalerl-fit, scalerl-compare, scalerl-calibrate; reading.py: their input
 """
 
 import importlib
@@ -48,7 +48,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Files are read without jax, which takes seconds to import."""
+    """Imports lazily, so that reading files does not import jax, which takes seconds."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,9 +1,10 @@
-"""What the first half of a run, or as much as was fitted, said of its end, beside what the end was.
+"""Compares the forecast from the first half of a run, or from the fitted part, with the run's actual end.
 
-What the rest of a run will bring, by the averaged forecast: the score at its end, and when more stops paying.
+Also the outlook for the rest of a run by the averaged forecast: the score at its end, and when more compute stops
+paying.
 
-stop    the most that the rest may gain (90 %) is less than what counts
-go on   it may gain as much; and from some compute on, most likely, twice the compute gains less than what counts
+stop    the most that the rest may gain (90 %) is less than `worth`
+go on   it may gain as much; beyond some compute, most likely, doubling the compute gains less than `worth`
 """
 
 import dataclasses
@@ -19,24 +20,24 @@ from scalerl_jax.scaling.points import MOST_POINTS, make_bins
 from scalerl_jax.scaling.statement import LEVEL, hours, outcome, statement
 from scalerl_jax.scaling.units import short_number
 
-LAST = 0.75  # of the compute: evaluations beyond are the end
+LAST = 0.75  # share of the compute: later evaluations are the end
 HALF = "at half of the compute"
 
 
 @dataclasses.dataclass(frozen=True)
 class Backtest:
-    """A forecast judged by what came: N evaluations, some of them beyond those it was made of."""
+    """A forecast compared with the outcome: N evaluations, some of them later than those used for the forecast."""
 
     compute: np.ndarray  # [N]
     reward: np.ndarray  # [N]
-    fit: SigmoidFit  # of those it was made of
-    ahead: AverageForecast  # by all laws, of those beyond
-    score: Estimate  # of an evaluation at the end, at LEVEL
+    fit: SigmoidFit  # of the evaluations used
+    ahead: AverageForecast  # forecast of the later ones, by all laws
+    score: Estimate  # forecast of an evaluation at the end, at LEVEL
     measured: float  # mean of the evaluations there
-    within: int  # evaluations beyond that lie in their bands
-    later: int  # of so many
-    bins: bool  # or means of neighbours, where there are very many
-    seen: str  # up to where evaluations were known
+    within: int  # later evaluations within their bands
+    later: int  # number of later evaluations
+    bins: bool  # whether `later` counts means of neighbours, of very many evaluations
+    seen: str  # text: up to where evaluations were used
 
     @property
     def error(self) -> float:
@@ -47,14 +48,14 @@ class Backtest:
     def gain_ahead(self) -> float:
         """Share of the gain from R0 to the last evaluation that was still to come at half of the compute."""
         order = np.argsort(self.compute)
-        # The score at half: between its two neighbours among the evaluations, so that one noisy point weighs less.
+        # The score at half is interpolated between two evaluations, so that one noisy point weighs less.
         at_half = np.interp(self.compute.max() / 2, self.compute[order], self.reward[order])
         final = self.reward[order[-1]]
         gain = final - self.fit.initial_reward
         return float((final - at_half) / gain) if gain else 0.0
 
     def statement(self, axis: str) -> str:
-        """The forecast, without what came."""
+        """The forecast in words, without the outcome."""
         return statement(self.seen, axis, self.score)
 
     @property
@@ -63,10 +64,11 @@ class Backtest:
 
 
 def forecast_at_half(compute, reward, counts=None) -> Backtest:
-    """compute [N] with a row at 0, reward [N] in [0, 1], counts as of fit_sigmoid.
+    """The backtest of a run at half of its compute. compute [N] with a row at 0, reward [N] in [0, 1], counts as in
+    fit_sigmoid.
 
-    Raises ValueError where the run has too few evaluations: three of different compute up to the half, one in the last
-    quarter.
+    Raises ValueError where the run has too few evaluations: at least three of different compute up to the half, and one
+    in the last quarter, are needed.
     """
     compute = np.asarray(compute, np.float64)
     reward = np.asarray(reward, np.float64)
@@ -75,7 +77,7 @@ def forecast_at_half(compute, reward, counts=None) -> Backtest:
 
 
 def judged(compute: np.ndarray, reward: np.ndarray, fit: SigmoidFit, ahead: AverageForecast, seen: str) -> Backtest:
-    """compute, reward: [N], in any order; some are beyond those of the fit."""
+    """Compares a forecast with the outcome. compute, reward: [N], in any order; some are later than the fit's."""
     beyond = compute > ahead.reached
     order = np.argsort(compute[beyond], kind="stable")
     later, measured = compute[beyond][order], reward[beyond][order]
@@ -100,18 +102,18 @@ def judged(compute: np.ndarray, reward: np.ndarray, fit: SigmoidFit, ahead: Aver
     )
 
 
-_FURTHER = 64.0  # times the compute so far: beyond nothing is said
+_FURTHER = 64.0  # times the compute so far: limit of the outlook
 _PLACES = 49
 
 
 @dataclasses.dataclass(frozen=True)
 class Outlook:
-    """Intervals at LEVEL. Compute is in the unit of the points."""
+    """The outlook for the rest of a run. Intervals at LEVEL. Compute is in the unit of the points."""
 
     end: float  # compute at the planned end
     score: Estimate  # of the evaluation there
     gain: Estimate  # of the policy from now to there
-    pays_until: float  # compute from which on a doubling gains less than `worth` in the median; inf: not as far as said
+    pays_until: float  # compute beyond which a doubling gains less than `worth` in the median; inf: beyond the limit
     worth: float
 
     @property
@@ -119,7 +121,7 @@ class Outlook:
         return self.gain.high >= self.worth
 
     def sentence(self, seen: str, axis: str, *, place: str = "", rate: float | None = None) -> str:
-        """seen, axis: as of `statement`; place: where more stops paying, in words; rate: as of `hours`."""
+        """The outlook in words. seen, axis: as in `statement`; place: text for `pays_until`; rate: as in `hours`."""
         text, gain = statement(seen, axis, self.score), self.gain
         rest = f"the rest gains {gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
         if not self.goes_on:
@@ -132,7 +134,7 @@ class Outlook:
 
 
 def outlook(forecast: AverageForecast, end: float, *, worth: float = SEED_MARGIN) -> Outlook:
-    """end: compute of the whole run, beyond what was reached."""
+    """end: compute of the whole run, greater than what was reached."""
     tails = [50 - 50 * LEVEL, 50, 50 + 50 * LEVEL]
     now, then = forecast.ways([forecast.reached, end]).T
     low, middle, high = np.percentile(then - now, tails)

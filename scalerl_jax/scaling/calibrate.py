@@ -1,16 +1,16 @@
-"""Fits the numbers of a calibration on complete runs, and shows how often its forecasts hold on runs it has not seen.
+"""Fits a calibration on complete runs, and measures how often its forecasts hold on runs not used in the fit.
 
-From each of FRACTIONS of a run's compute every law foretells all later evaluations (a case). Then
+From each of FRACTIONS of a run's compute every law forecasts all later evaluations (a case). Then
 
     the prior weights of every law at every scale, the rate and g maximise the mean log density of the logits of those
-    evaluations under the average, over all cases but those of runs that had fallen by then, of which one law speaks
+    evaluations under the average, over all cases except those of runs that had fallen by then, which use one law only
 
-with priors on all of them that are heard as a tenth of a task. Each task counts as much as any other, however many runs
-it has: which law is right is a property of tasks.
+with priors on all of them that weigh as much as a tenth of a task. All tasks weigh the same, however many runs they
+have, because which law is right is a property of tasks.
 
-Judged leaving out: the cases of a run are foretold by what the runs of all other tasks gave (of one task alone: of all
-other recipes; runs that differ only in their seed are one recipe). A run whose evaluations agree with the judged one's,
-within the noise of both, has no part in that either, whatever it is called.
+Evaluation leaves out: the cases of a run are forecast by a calibration on the runs of all other tasks (with one task
+only: of all other recipes; runs that differ only in their seed are one recipe). Runs whose evaluations agree with the
+judged run's within the noise of both are left out too, whatever their name.
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ from scalerl_jax.scaling.laws import LAWS
 from scalerl_jax.scaling.points import Points, TooFewPoints, check_points
 from scalerl_jax.scaling.trend import has_fallen
 
-FRACTIONS = (0.3, 0.5, 0.7)  # of a run's compute, from which the rest is foretold
+FRACTIONS = (0.3, 0.5, 0.7)  # of a run's compute, from which the rest is forecast
 LEVELS = (0.5, 0.8, 0.9)
-_GROWTHS = (0.75, 1.0, 1.5, 2.0, 3.0)  # of which one is chosen
-# Normal priors of the logs of the weights (all equal) and of the rate: mean and deviation.
+_GROWTHS = (0.75, 1.0, 1.5, 2.0, 3.0)  # candidates of g
+# Normal priors of the logs of the weights (all equal, mean 0) and of the rate: mean and deviation.
 _WEIGHT_DEVIATION = 1.5
 _RATE_PRIOR = (float(np.log(2.0)), 1.0)
-_HEARD = 0.1  # of a task
-_AGREE = 3.0  # standard errors of a mean square of differences, each in units of its noise, up to which runs agree
-_LEAST_ALIKE = 5  # evaluations at compute that both have reached
+_HEARD = 0.1  # weight of the priors, in tasks
+_AGREE = 3.0  # runs agree up to so many standard errors of their mean square difference in units of the noise
+_LEAST_ALIKE = 5  # evaluations in the range of compute that both runs cover
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,32 +47,32 @@ class CompleteRun:
 
 @dataclasses.dataclass(frozen=True)
 class _Foretold:
-    """By one law: what its density needs."""
+    """One law's forecast of later evaluations: the inputs of its density."""
 
     away: np.ndarray  # [S, M] logits of the evaluations minus those of the draws
     noise: np.ndarray  # [M] standard deviation of those logits as measured
     distance: np.ndarray  # [M] ln of the compute over that of the last point
 
     def log_density(self, growth: float) -> np.ndarray:
-        """[scales, M]"""
+        """Log densities [scales, M]."""
         deviations = (scale * self.distance**growth for scale in SCALES)
         return np.stack([average.log_density(self.away, self.noise, deviation) for deviation in deviations])
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A run foretold from a fraction of its compute."""
+    """A run forecast from a fraction of its compute."""
 
     run: CompleteRun
     fraction: float
     before: Points
     later: Points
-    foretold: Mapping[str, _Foretold]  # by each law
-    record: Mapping[str, _Foretold] | None  # of the end of `before`; None: too few points
+    foretold: Mapping[str, _Foretold]  # by law
+    record: Mapping[str, _Foretold] | None  # forecasts of the end of `before`; None: too few points
 
 
 def cases(runs: Iterable[CompleteRun], *, tick: Callable[[], None] = lambda: None) -> list[Case]:
-    """All of them; a run with too few points before a fraction has no case there."""
+    """All cases of the runs; a run with too few points before a fraction has no case there."""
     found = []
     for run in runs:
         for fraction in FRACTIONS:
@@ -98,11 +98,11 @@ def _foretell(before: Points, later: Points) -> dict[str, _Foretold]:
 
 
 class Densities:
-    """What a calibration is fitted on, computed once for all the cases that are left out in turn."""
+    """Log densities of all cases, computed once for all the leave-one-out fits."""
 
     def __init__(self, given: Sequence[Case]):
         self.given = given
-        # By growth and case: [laws * scales, M], and the records [laws * scales].
+        # By growth: for each case [laws * scales, M], and the record [laws * scales].
         self.later = {growth: [_together(case.foretold, growth) for case in given] for growth in _GROWTHS}
         self.record = {
             growth: np.array([
@@ -120,7 +120,7 @@ def _together(foretold: Mapping[str, _Foretold], growth: float) -> np.ndarray:
 
 
 def calibrate(densities: Densities, chosen: Sequence[int] | None = None) -> Calibration:
-    """chosen: the cases, by their place; None: all. Raises ValueError without cases."""
+    """Fits a calibration. chosen: indices of the cases; by default all. Raises ValueError without cases."""
     chosen = range(len(densities.given)) if chosen is None else chosen
     rising = [index for index in chosen if not has_fallen(densities.given[index].before)]
     if not rising:
@@ -135,11 +135,11 @@ def calibrate(densities: Densities, chosen: Sequence[int] | None = None) -> Cali
 
 
 def _fit(densities: Densities, growth: float, chosen: Sequence[int]) -> scipy.optimize.OptimizeResult:
-    """Of the logs of the weights and of the rate."""
+    """Fits the logs of the weights and of the rate."""
     later, record = densities.later[growth], densities.record[growth]
     tasks = [densities.given[index].run.task for index in chosen]
     many = len(set(tasks))
-    heard = _HEARD / many  # of the priors, beside the mean over the tasks
+    heard = _HEARD / many  # weight of the priors, relative to the mean over the tasks
     shares = [1 / (many * tasks.count(task)) for task in tasks]  # of each case in that mean; their sum is 1
 
     def cost(at: np.ndarray) -> tuple[float, np.ndarray]:
@@ -162,12 +162,12 @@ def _fit(densities: Densities, growth: float, chosen: Sequence[int]) -> scipy.op
     return scipy.optimize.minimize(cost, start, jac=True, method="L-BFGS-B")
 
 
-# ---------------------------------------------------------------------- how good it is
+# ---------------------------------------------------------------------- evaluation
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Of one law, or of the average, on one case; over all M later evaluations unless said otherwise."""
+    """The score of one law, or of the average, on one case; over all M later evaluations unless noted."""
 
     covered: tuple[float, ...]  # share within the band of each of LEVELS
     crps: float  # continuous ranked probability score, in units of the score
@@ -176,7 +176,7 @@ class Score:
 
 
 def judge(case: Case, calibration: Calibration) -> dict[str, Score]:
-    """Of "average" and of each law alone, with its own scales."""
+    """The scores of "average" and of each law alone, with its own scales."""
     record = None
     if case.record is not None:
         record = {
@@ -204,15 +204,15 @@ def _score(forecast: average.AverageForecast, case: Case) -> Score:
 
 
 def _crps(made: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    """[M] of draws [S, M]: E|X - y| - E|X - X'| / 2, in units of the score."""
+    """The continuous ranked probability score [M] of draws [S, M]: E|X - y| - E|X - X'| / 2, in units of the score."""
     made, count = np.sort(made, axis=0), len(made)
     rank = 2 * np.arange(1, count + 1)[:, None] - count - 1
     return np.mean(np.abs(made - measured), axis=0) - np.sum(rank * made, axis=0) / count**2
 
 
 def agree(first: CompleteRun, second: CompleteRun) -> bool:
-    """Whether the evaluations of two runs are the same within their noise, where both have been. The second's lie
-    between its own, so they are taken as noisy as those."""
+    """Whether the evaluations of two runs are equal within their noise, where both cover the compute. The second run's
+    scores are interpolated between its evaluations, and are treated as equally noisy."""
     x, other = first.points.compute, second.points
     order = np.argsort(other.compute)
     both = (x >= other.compute.min()) & (x <= other.compute.max())
@@ -226,8 +226,8 @@ def agree(first: CompleteRun, second: CompleteRun) -> bool:
 
 
 def leave_one_out(given: Sequence[Case], *, tick: Callable[[], None] = lambda: None) -> list[dict[str, Score]]:
-    """Of each case, judged by what the runs of other tasks gave, or of other recipes where there is one task, without
-    those that agree with the judged one. Calls `tick` after each run. Raises ValueError where there are no others."""
+    """Scores of each case, with a calibration on the runs of other tasks (of other recipes, if there is only one task)
+    that do not agree with the judged run. Calls `tick` after each run. Raises ValueError if no runs are left."""
     runs = {case.run.name: case.run for case in given}
     if not runs:
         raise ValueError("no run has points enough")
@@ -252,7 +252,7 @@ def leave_one_out(given: Sequence[Case], *, tick: Callable[[], None] = lambda: N
 
 
 def whole_run(name: str, recipe: str, compute, passes, trials, *, task: str = "") -> CompleteRun:
-    """compute [N], one of them 0; passes and trials [N]. Raises ValueError naming the row that cannot be."""
+    """Makes a CompleteRun. compute [N], one of them 0; passes and trials [N]. Raises ValueError naming a wrong row."""
     passes, trials = np.asarray(passes, np.float64), np.asarray(trials, np.float64)
     points = check_points(
         compute, passes / trials, initial_reward=None, burn_in=0.0, fit_until=None, counts=(passes, trials), run=None

@@ -1,6 +1,6 @@
-"""How far the laws of a forecast can be trusted: numbers fitted on complete runs (calibrate.py), kept in a file.
+"""The calibration of a forecast's laws: numbers fitted on complete runs (calibrate.py), kept in a file.
 
-calibration.json, beside this file, was fitted on configs/bank.csv; `scalerl-calibrate` makes one of runs of your own.
+calibration.json, next to this file, was fitted on configs/bank.csv; `scalerl-calibrate` makes one from your own runs.
 """
 
 import dataclasses
@@ -17,25 +17,25 @@ from scalerl_jax.system import files
 FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "calibration.json")
 SCALES = (0.01, 0.05, 0.2, 0.6, 2.0)  # logits that a law may be off by where the compute has grown by a factor of e
 
-Weights = Mapping[str, tuple[float, ...]]  # of each law, one for each of SCALES
+Weights = Mapping[str, tuple[float, ...]]  # law -> weight for each of SCALES
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Everything that does not depend on the run at hand."""
+    """The parameters of a forecast that do not depend on the run."""
 
-    prior: Weights  # before the run's record is known; their sum is 1
-    growth: float  # power of ln(compute / compute so far) with which a law goes off
-    rate: float  # what a nat of mean log density in the record is worth
-    runs: int = 0  # that it was fitted on
+    prior: Weights  # weights without a record; their sum is 1
+    growth: float  # power of ln(compute / compute so far) with which a law's error grows
+    rate: float  # weight of a nat of mean log density in the record
+    runs: int = 0  # number of runs in the fit
 
     def deviation(self, scale: float, ratio) -> np.ndarray:
-        """Logits [M] at `ratio` [M] times the compute so far."""
+        """A law's standard deviation in logits [M] at `ratio` [M] times the compute so far."""
         return scale * np.log(np.maximum(ratio, 1.0)) ** self.growth
 
     def weights(self, record: Mapping[str, Sequence[float]] | None, *, alone: str | None = None) -> Weights:
-        """record: mean log density of each law at each of SCALES (average.py); None: the prior alone. alone: the law
-        that gets all of the weight."""
+        """The weights of laws and scales. record: mean log density of each law at each of SCALES (average.py); None
+        uses the prior alone. alone: the law that gets all of the weight."""
         logs = np.log(np.maximum(list(self.prior.values()), 1e-12))
         if record is not None:
             logs = logs + self.rate * np.array([record[name] for name in self.prior])
@@ -48,18 +48,18 @@ class Calibration:
 
 @functools.cache
 def default() -> Calibration:
-    """The one that comes with this package."""
+    """The calibration shipped with this package."""
     return read(FILE)
 
 
 def read(path: str) -> Calibration:
-    """Raises ValueError (one line, naming the file) where it holds no calibration."""
+    """Reads a calibration. Raises ValueError (one line, naming the file) where the file is no calibration."""
     with files.naming(path), open(path, encoding="utf-8") as file:
         try:
             found = json.load(file)
         except ValueError as error:
             raise ValueError(f"{path}: is not JSON ({error})") from error
-    from scalerl_jax.scaling.laws import LAWS  # which brings scipy.special
+    from scalerl_jax.scaling.laws import LAWS  # imported late, since it imports scipy.special
 
     try:
         if [_number(scale) for scale in found["scales"]] != list(SCALES):
@@ -79,7 +79,7 @@ def _number(value: object) -> float:
 
 
 def text(calibration: Calibration) -> str:
-    """What the file holds, with the digits that are known; a line for each part."""
+    """The text of the file, with significant digits only; a line for each part."""
     document = {
         "scales": list(SCALES),
         "prior": {name: [float(f"{weight:.3g}") for weight in row] for name, row in calibration.prior.items()},

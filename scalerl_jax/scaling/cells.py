@@ -1,8 +1,8 @@
-"""Numbers out of the cells of one column: missing ones, NaN, decimal commas, separators of thousands.
+"""Parses the cells of one column as numbers: missing ones, NaN, decimal commas, thousands separators.
 
-A column that Python's float() takes as it stands is taken so. Where commas are in the way, all of them together tell
-what they are: 0,5 or 1234,5 is a decimal comma; 1,234,567 or 1,234.5 has separators of thousands. A file in which only
-cells such as 1,234 stand leaves both open: with commas between its columns they are thousands, otherwise it is refused.
+A column that Python's float() accepts is parsed by it. Otherwise all commas together decide their meaning: 0,5 or
+1234,5 is a decimal comma; 1,234,567 or 1,234.5 has thousands separators. If all cells are like 1,234, both are
+possible: with commas between the file's columns they are thousands separators, otherwise the file is refused.
 """
 
 import json
@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-GOOD, BLANK, NAN, BAD = range(4)  # what a cell is
+GOOD, BLANK, NAN, BAD = range(4)  # states of a cell
 
-_MISSING = ("na", "n/a", "<na>", "null", "none")  # how other programs write NaN, in small letters
+_MISSING = ("na", "n/a", "<na>", "null", "none")  # other programs' spellings of NaN, in lower case
 _POWER = r"([eE][+-]?\d+)?"
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?" + _POWER)
 _DECIMAL = re.compile(r"[+-]?(\d{1,3}(\.\d{3})+|\d*),\d*" + _POWER)
@@ -23,11 +23,11 @@ _DOTS_APART = re.compile(r"[+-]?[1-9]\d{0,2}(\.\d{3})+")
 
 
 class AmbiguousComma(ValueError):
-    """A comma that is a decimal mark or a separator of thousands, and nothing in the file tells which."""
+    """A comma that may be a decimal mark or a thousands separator, and the file does not show which."""
 
 
 def decimal_comma(cells: Iterable[Any], *, commas_between: bool) -> bool:
-    """Whether the commas in these cells are decimal marks. commas_between: the file's columns are told apart by commas.
+    """Whether the commas in these cells are decimal marks. commas_between: commas separate the file's columns.
 
     Raises AmbiguousComma.
     """
@@ -48,9 +48,9 @@ def decimal_comma(cells: Iterable[Any], *, commas_between: bool) -> bool:
 
 
 def numbers(cells: Sequence[Any], *, comma: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers [N] float64 (NaN where there is none) and what each cell is [N]: GOOD, BLANK, NAN, BAD.
+    """The numbers [N] float64 (NaN without one) and the state of each cell [N]: GOOD, BLANK, NAN, BAD.
 
-    comma: commas are decimal marks, and points separators of thousands. Infinities are BAD.
+    comma: commas are decimal marks, and points thousands separators. Infinities are BAD.
     """
     kinds = set(map(type, cells))
     try:
@@ -59,7 +59,7 @@ def numbers(cells: Sequence[Any], *, comma: bool = False) -> tuple[np.ndarray, n
             state = np.where(np.isnan(values), NAN, np.where(np.isinf(values), BAD, GOOD)).astype(np.uint8)
             return values, state
     except (ValueError, OverflowError):
-        pass  # some cell is no number: one at a time
+        pass  # some cell is not a number: parse one at a time
     values, state = np.full(len(cells), np.nan), np.full(len(cells), GOOD, np.uint8)
     for at, cell in enumerate(cells):
         if cell is None or (isinstance(cell, str) and (not cell or cell.isspace())):
@@ -72,7 +72,7 @@ def numbers(cells: Sequence[Any], *, comma: bool = False) -> tuple[np.ndarray, n
 
 
 def _number(cell: Any, comma: bool) -> float:
-    """NaN where the cell says so; infinite where it is no number."""
+    """The number of a cell; NaN for a spelling of NaN, infinite if it is no number."""
     if isinstance(cell, bool) or not isinstance(cell, int | float | str):
         return math.inf
     if isinstance(cell, str) and cell.strip().lower() in _MISSING:
@@ -82,7 +82,7 @@ def _number(cell: Any, comma: bool) -> float:
         if "," in text or _DOTS_APART.fullmatch(text):
             cell = text.replace(".", "").replace(",", ".")
         elif "." in text:
-            return math.inf  # points and commas as decimal marks of one file: one of them is a mistake
+            return math.inf  # both point and comma as decimal marks in one file: one is a mistake
     elif isinstance(cell, str) and _THOUSANDS.fullmatch(cell.strip()):
         cell = cell.replace(",", "")
     try:
@@ -92,7 +92,7 @@ def _number(cell: Any, comma: bool) -> float:
 
 
 def complaint(cell: Any) -> str:
-    """What is wrong with a BAD cell."""
+    """Describes the fault of a BAD cell."""
     if isinstance(cell, str):
         try:
             finite = math.isfinite(float(cell))

@@ -2,19 +2,19 @@
 
     1. A first. Two runs differ in A if the 95 % interval of the difference leaves out 0 and the difference exceeds the
        margin (0.02: what runs that differ only in their seed show).
-    2. Where they are within the margin, both are refitted with the mean of their A's and B is compared. Where they
-       are further apart but the interval holds 0, the points do not tell, and no B is compared: one A for both may be
+    2. If they are within the margin, both are refitted with the mean of their A's and B is compared. If they are
+       further apart but the interval contains 0, the comparison is undecided, and no B is compared: the common A may be
        one that neither has.
 
-The interval of a difference comes from the two runs' own intervals, lopsided as they are (MOVER; Zou and Donner 2008):
+The interval of a difference comes from the two runs' own asymmetric intervals (MOVER; Zou and Donner 2008):
 
     low  = d - sqrt((a - a_low)^2 + (b_high - b)^2)        d = a - b
     high = d + sqrt((a_high - a)^2 + (b - b_low)^2)
 
-The runs' own are profile likelihood, those of A over all laws that the points allow (family.py); where a run has seeds,
-widened to what a bootstrap of whole seeds gives. The sigmoid's A may be off where the truth is another law, so the
-interval of a difference of A's holds also what comes of the A's of the laws that fit best. Where no law describes the
-points of a run, they do not tell.
+The runs' own intervals are profile likelihood, those of A over all laws that fit the points (family.py); if a run has
+several seeds, they are widened to the interval of a bootstrap of whole seeds. The sigmoid's A may be wrong if the truth
+is another law, so the interval of a difference of A's also includes the one computed from the A's of the best-fitting
+laws. If no law describes the points of a run, the comparison is undecided.
 
 With A fixed at one number for all, B and C_mid are refitted (the paper's leave-one-out procedure), and the
 straightened form
@@ -66,13 +66,13 @@ class Slope(law.Sigmoid):
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two runs. verdict: "first" or "second" ends higher | "none": no difference shown | "open": not told."""
+    """Two runs. verdict: "first" or "second" ends higher | "none": no difference shown | "open": undecided."""
 
     first: Run
     second: Run
     asymptote: Difference
     verdict: str
-    slopes: tuple[Slope, Slope] | None  # with one A, where no difference is shown
+    slopes: tuple[Slope, Slope] | None  # with a common A, if no difference is shown
     exponent: Difference | None
     sentence: str
 
@@ -83,9 +83,9 @@ class LeftOut:
 
     run: Run
     interval_95: Interval  # of A
-    asymptote: Difference | None  # to the baseline; None: the baseline itself
-    verdict: str  # "" for the baseline, else as of Pair with the run as first
-    slope: Slope | None  # with the common A; None where A differs from the baseline's or is not told
+    asymptote: Difference | None  # from the baseline; None for the baseline itself
+    verdict: str  # "" for the baseline, else as in Pair with the run as first
+    slope: Slope | None  # with the common A; None if A differs from the baseline's or is undecided
     exponent: Difference | None
 
 
@@ -94,7 +94,7 @@ class Comparison:
     runs: Sequence[Run]
     baseline: Run
     margin: float
-    common_asymptote: float | None  # given, or mean A of the runs that do not differ from the baseline; None: no other
+    common_asymptote: float | None  # given, or mean A of runs that do not differ from the baseline; None without such
     table: Sequence[LeftOut]
     pairs: Sequence[Pair]
 
@@ -109,10 +109,10 @@ def compare(
     seed: int = 0,
     all_pairs: bool = True,
 ) -> Comparison:
-    """All pairs of two or more runs, and the table against runs[baseline]. all_pairs: not only those with the baseline.
+    """Compares all pairs of two or more runs, and makes the table against runs[baseline].
 
-    common_asymptote: the A that runs which do not differ are refitted with; None: the mean of theirs. grid: of those
-    refits. seed: of the bootstrap of runs with seeds.
+    all_pairs: if False, only pairs with the baseline. common_asymptote: the A with which runs that do not differ are
+    refitted; by default the mean of theirs. grid: for those refits. seed: of the bootstrap of runs with seeds.
     """
     assert len(runs) >= 2
     own = {run: asymptote_intervals(run, seed=seed) for run in runs}
@@ -159,7 +159,7 @@ def compare(
 
 
 def refit(points: Points, asymptote: float, *, grid: str = "auto") -> Slope:
-    """B and C_mid of least squares with A held at `asymptote`; grid as of fit_sigmoid.
+    """Least squares for B and C_mid with A fixed at `asymptote`; grid as in fit_sigmoid.
 
     Raises ValueError where the scores do not rise (grid="paper": no cell with B > 0).
     """
@@ -185,8 +185,9 @@ def straightened(compute: np.ndarray, reward: np.ndarray, slope: Slope) -> tuple
 
 
 def verdict(found: Difference, margin: float) -> str:
-    """Of A's: "first", "second", "none" (no difference shown), or "open" (apart by more than the margin, not told)."""
-    if abs(found.value) <= margin + 1e-9:  # A's off the paper's grid are often exactly the margin apart
+    """Verdict on two A's: "first", "second", "none" (no difference shown), or "open" (undecided: more than the margin
+    apart, but the interval contains 0)."""
+    if abs(found.value) <= margin + 1e-9:  # A's from the paper's grid are often exactly the margin apart
         return "none"
     if not found.excludes_zero:
         return "open"
@@ -202,7 +203,8 @@ def difference(first: float, own: tuple[Interval, Interval], second: float, othe
 def judge(
     first: Run, own: tuple[Interval, Interval], second: Run, others: tuple[Interval, Interval], margin: float
 ) -> tuple[Difference, str]:
-    """Of A, from each run's (95 %, 90 %) intervals: around the sigmoids' and around the best laws'; and the verdict."""
+    """The difference of A from each run's (95 %, 90 %) intervals, around the sigmoids' A's and the best laws' A's; and
+    the verdict."""
     value = first.fit.asymptote - second.fit.asymptote
     best = [run.fit.asymptote if run.fit.laws is None else run.fit.laws.asymptote for run in (first, second)]
     by_sigmoids = difference(first.fit.asymptote, own, second.fit.asymptote, others)
@@ -217,7 +219,7 @@ def judge(
 
 
 def exponent_difference(first: Slope, second: Slope) -> Difference:
-    """Of B with one A."""
+    """The difference of B with a common A."""
     own = (first.exponent_95, first.exponent_90)
     return difference(first.exponent, own, second.exponent, (second.exponent_95, second.exponent_90))
 
@@ -229,7 +231,7 @@ def _mover(first: float, own: Interval, second: float, others: Interval) -> Inte
 
 
 def asymptote_intervals(run: Run, *, seed: int = 0) -> tuple[Interval, Interval]:
-    """95 % and 90 % of A: over all laws, widened to the bootstrap of whole seeds where there are some."""
+    """95 % and 90 % intervals of A: over all laws, widened to the bootstrap of whole seeds if there are several."""
     fit = run.fit
     samples = None
     if run.seeds > 1:
@@ -249,7 +251,7 @@ def asymptote_intervals(run: Run, *, seed: int = 0) -> tuple[Interval, Interval]
 
 
 def _sentence(first: Run, second: Run, found: Difference, word: str, both, exponent, margin: float) -> str:
-    """One plain sentence of a pair; first has the higher A."""
+    """A sentence on a pair; first has the higher A."""
     a, b = first.fit.asymptote, second.fit.asymptote
     apart = f"A {a:.3f} against {b:.3f}, difference {_signed(found)}"
     if word == "first":

@@ -8,7 +8,7 @@ from scalerl_jax.scaling.decide import Extension, Plan
 from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.forecast import Forecast
 
-# What a row's A is against the baseline's, and a pair's first against its second.
+# Verdicts in words: a row's A against the baseline's, or a pair's first against its second.
 VERDICTS = {"": "baseline", "first": "higher", "second": "lower", "none": "no difference shown", "open": "not told"}
 
 

@@ -1,7 +1,7 @@
 """A comparison as one picture: the curves, A with its intervals, the straightened slopes, B with one A for all.
 
-The run that all are compared with is drawn in black. In the panel of A, the shaded strip is the margin around it; in
-the panel of slopes every line goes through the origin, and the steeper one climbs faster.
+The baseline is drawn in black. In the panel of A, the shaded strip is the margin around its A; in the panel of slopes
+every line goes through the origin, and a steeper run climbs faster.
 """
 
 import math
@@ -43,7 +43,7 @@ def _styles(found: Comparison) -> dict[str, tuple[str, str]]:
 
 
 def _used_and_held(run: Run) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Compute and reward of the rows that the fit used, and of those beyond; of very many the means of neighbours."""
+    """Compute and reward of the rows that the fit used, and of later ones; means of neighbours if there are many."""
     return [thinned(run.compute[chosen], run.reward[chosen]) for chosen in (run.fit.used, run.held)]
 
 
@@ -57,7 +57,7 @@ def _curves(axes, found: Comparison, styles, x_label: str, y_label: str) -> None
         axes.plot(x, run.fit.predict(x), color=colour, linestyle=line, linewidth=1.6, label=run.name)
         axes.plot(*used, "o", color=colour, markersize=_SIZE)
         axes.plot(*held, "o", markerfacecolor="white", markeredgecolor=colour, markersize=_HELD_SIZE)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))  # with the decimals that the ticks need
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))  # with as many decimals as the ticks need
     log_compute_axis(axes, x)
     axes.set_title("Fitted curves (filled: used, open: held out)", loc="left", fontsize=10)
     size = 8 if len(found.runs) <= 8 else 6.5

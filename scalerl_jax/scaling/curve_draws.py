@@ -1,15 +1,15 @@
-"""Curves of a law drawn from what the points and a weak prior leave possible, where the law is linear in R0 and A:
+"""Posterior draws of curves, given the points and a weak prior, for laws that are linear in R0 and A:
 
     R(C) = R0 + (A - R0) s(C; shape)
 
-A law gives s and a box of shapes with a prior (laws.py). The posterior, with a uniform A in [0, 1] (or A = 1), R0 as it
-was measured, and the noise's dispersion phi integrated out (noise.py; conjugate, so the likelihood is a Student's t):
+A law gives s and a box of shapes with a prior (laws.py). The posterior, with a uniform A in [0, 1] (or A = 1), R0 as
+measured, and the noise's dispersion phi integrated out (noise.py; conjugate, so the likelihood is a Student's t):
 
     ln p(shape | points) = ln prior - ln det(H) / 2 - n / 2 ln(nu_0 + Q) + ln P(0 <= A <= 1) + const
 
 Q: least squares of the points over (R0, A) at this shape, weights 1 / variance; H its matrix. A grid over the box is
-narrowed to where the mass is, cells are drawn by their weight and places within them at random, and the draws are
-resampled by their own weights; then phi, A and R0 are drawn given the shape.
+narrowed to the region with the mass, cells are drawn by their weight and points within them uniformly, and the draws
+are resampled by their own weights; then phi, A and R0 are drawn given the shape.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from scipy.special import log_ndtr, ndtr, ndtri
 from scalerl_jax.scaling.points import LEAST_VARIANCE, Points
 
 _REFINEMENTS = 3
-_KEPT = 14.0  # nats below the best that a cell of the grid is kept
+_KEPT = 14.0  # nats below the best cell up to which a cell is kept
 _OVERSAMPLED = 4  # draws before they are resampled
-_INITIAL_SPREAD = 0.3  # standard deviation of an R0 of which nothing was measured
-_EXACT = 1e10  # weight of an R0 that is known, over that of all points
-_UNSEEN = 1e-6  # a share of the gain that no point shows: such a shape says nothing but R0
+_INITIAL_SPREAD = 0.3  # standard deviation of an R0 that was not measured
+_EXACT = 1e10  # weight of an exactly known R0, over that of all points
+_UNSEEN = 1e-6  # largest s at the points below which a shape is excluded, since it only determines R0
 _BATCH = 1 << 22  # cells times points at once
 
 
@@ -37,7 +37,7 @@ class Axis:
     high: float
     cells: int  # of the grid
     mean: float = 0.0  # of a normal prior
-    deviation: float = np.inf  # inf: uniform
+    deviation: float = np.inf  # inf: uniform prior
 
 
 # s [K, N] of shapes [K, P] at ln C [N].
@@ -46,7 +46,7 @@ Rise = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class DrawnCurves:
-    """S curves."""
+    """S drawn curves."""
 
     asymptote: np.ndarray  # [S]
     initial_reward: np.ndarray  # [S]
@@ -62,7 +62,7 @@ class DrawnCurves:
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """What each shape leaves: [K] each."""
+    """The posterior given each shape: [K] each."""
 
     asymptote: np.ndarray
     initial: np.ndarray
@@ -76,7 +76,7 @@ class _Given:
 def draw_curves(
     points: Points, axes: Sequence[Axis], rise: Rise, *, count: int, seed: int, asymptote: float | None = None
 ) -> DrawnCurves:
-    """`count` curves. asymptote: A where the law has it fixed. Raises ValueError where nothing tells the noise."""
+    """Draws `count` curves. asymptote: A if the law fixes it. Raises ValueError if the noise cannot be estimated."""
     posterior = _Posterior(points, axes, rise, asymptote)
     rng = np.random.default_rng(seed)
     lows, highs = (np.array([getattr(axis, end) for axis in axes]) for end in ("low", "high"))
@@ -114,7 +114,7 @@ class _Posterior:
         self._initial = points.initial
         self._known = 1 / variance if variance > 0 else _EXACT * float(self._weight.sum())
         self._heard = points.belief + points.inner_squares
-        # R0's own evaluation is a point; R0 and, where it is free, A are parameters.
+        # R0's own evaluation is a point; R0 and, if free, A are parameters.
         self._degrees = points.belief + len(points.compute) + 1 - (1 if asymptote is not None else 2)
         if self._degrees <= 0:
             raise ValueError(
@@ -174,6 +174,6 @@ class _Posterior:
 def _log_share(mean: np.ndarray, spread: np.ndarray) -> np.ndarray:
     """Logarithm of the share of a normal that lies in [0, 1]."""
     high, low = (1 - mean) / spread, -mean / spread
-    flip = low > 0  # the same share, seen from the tail where differences are exact
+    flip = low > 0  # the same share, computed in the tail where differences are accurate
     high, low = np.where(flip, -low, high), np.where(flip, -high, low)
     return log_ndtr(high) + np.log1p(-np.minimum(np.exp(log_ndtr(low) - log_ndtr(high)), 1 - 1e-15))

@@ -1,26 +1,25 @@
-"""The next experiment: which run, extended by how much, makes the choice between runs safest.
+"""The next experiment: which run to extend, and by how much, to make the choice between runs safest.
 
-The choice is the run whose quantity is highest: its score at a stated compute, or A. It is wrong if another run's is
-higher by more than the margin. What an extension will show is not known, so it is simulated:
+The choice is the run with the highest quantity: its score at a given compute, or A. It is wrong if another run's is
+higher by more than the margin. The outcome of an extension is unknown, so it is simulated:
 
-    1. draw curves of every run from what its points leave possible                       (below)
-    2. take one drawn curve as the truth; simulate the extension's evaluations, noise included
-    3. weigh all drawn curves by how well they fit these evaluations (importance weights); choose; note the chance that
-       the choice is wrong under the weights
-    4. average over many truths: the chance of a wrong choice after the extension
+    1. draw curves of every run from the posterior given its points                       (below)
+    2. use one drawn curve as the truth; simulate the extension's evaluations, noise included
+    3. weigh all drawn curves by how well they fit these evaluations (importance weights); choose; compute the
+       probability that the choice is wrong under the weights
+    4. average over many truths: the probability of a wrong choice after the extension
 
-It never exceeds the chance now, up to the simulation's own noise. Runs are independent; all candidates share draws and
-noise, so that they differ by what they are and not by luck. One step ahead only: what a third experiment could add
-after the second is left out.
+It never exceeds the current probability, up to the simulation's own noise. Runs are independent; all candidates share
+draws and noise, so that they do not differ by chance. One step ahead only: the gain of further experiments is left out.
 
-Sigmoids drawn from what the points and a weak prior leave possible: for decisions, which need averages over curves.
+Sigmoids are drawn from the posterior with a weak prior, because decisions need averages over curves:
 
-    p(A, B, C_mid, R0 | points)     as curve_draws.py has it, the noise's dispersion integrated out
+    p(A, B, C_mid, R0 | points)     as in curve_draws.py, the noise's dispersion integrated out
     prior: A uniform on [0, 1]; ln C_mid uniform from a twentieth of the least compute to 50 times the most;
            ln B normal around ln 2 with standard deviation 0.5 (B from 0.75 to 5.3; published fits lie in 1.1 to 5.2)
 
-Intervals and bands that are printed come from the profile, which needs no prior; an average over likely curves is a
-poor point forecast where the points do not bound A, so point forecasts stay with the fit.
+Printed intervals and bands come from the profile, which needs no prior; an average over likely curves is a poor point
+forecast if the points do not bound A, so point forecasts use the fit.
 
 Left out: that runs of other seeds differ; seeds given together only widen the noise.
 """
@@ -44,10 +43,10 @@ from scalerl_jax.scaling.points import Points
 
 @dataclasses.dataclass(frozen=True)
 class Curves:
-    """S curves, and what an evaluation of them would be off by."""
+    """S drawn curves, and the noise of an evaluation of them."""
 
     drawn: DrawnCurves
-    evaluation_variance: float  # of one more evaluation like those given
+    evaluation_variance: float  # of a new evaluation like those given
 
     @property
     def asymptote(self) -> np.ndarray:  # [S]
@@ -71,37 +70,37 @@ class Curves:
 
 
 def draw_curves(points: Points, *, count: int, seed: int) -> Curves:
-    """`count` curves, in random order. Raises ValueError where no noise can be told from the points."""
+    """Draws `count` curves, in random order. Raises ValueError if the noise cannot be estimated from the points."""
     drawn = laws.sigmoid(points, count=count, seed=seed)
     return Curves(drawn, float(np.median(points.variance)) * float(np.median(drawn.dispersion)))
 
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # of the budget
-DECIDED = 0.05  # a choice whose chance to be wrong is below this needs no experiment
-_CONTENDERS = 4  # runs whose extension is looked at: those that are most often best
+DECIDED = 0.05  # a choice with a lower probability of being wrong needs no experiment
+_CONTENDERS = 4  # runs whose extension is simulated: those most often best
 _TRUTHS = 128
-_STEPS = 32  # simulated evaluations, whose noise is scaled to as many as the extension will have
+_STEPS = 32  # simulated evaluations, with noise scaled to the number that the extension will have
 _GRID = 384  # values of the quantity
-_GAIN_NOISE = 0.005  # differences of chances below this are the simulation's
+_GAIN_NOISE = 0.005  # smaller differences of probabilities are simulation noise
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A run as the choice sees it."""
+    """A run to choose from."""
 
     name: str
     curves: Curves
     reached: float  # compute of its last evaluation
     spacing: float  # compute between two evaluations
-    seeds: int = 1  # all are extended, so compute costs this many times
+    seeds: int = 1  # all are extended, so an extension costs this many times
 
 
 @dataclasses.dataclass(frozen=True)
 class Extension:
-    """Runs by name, and the compute that each is extended by (all its seeds together)."""
+    """An extension: runs by name, and the compute added to each (all its seeds together)."""
 
     extra: dict[str, float]
-    wrong: float  # chance of a wrong choice afterwards
+    wrong: float  # probability of a wrong choice afterwards
     regret: float  # expected shortfall of the choice from the best
 
     @property
@@ -113,19 +112,19 @@ class Extension:
 class Plan:
     at: float | None  # compute at which the score decides; None: A decides
     margin: float
-    best: str  # the choice as things are
-    wrong: float  # chance now that another is better by more than the margin
+    best: str  # the choice now
+    wrong: float  # current probability that another is better by more than the margin
     regret: float
-    chances: dict[str, float]  # of each run to be the best
+    chances: dict[str, float]  # run -> probability of being the best
     extensions: Sequence[Extension]  # by rising cost
-    recommended: Extension | None  # None: the choice is safe enough, or nothing within the budget would tell
+    recommended: Extension | None  # None: the choice is safe enough, or no extension within the budget would help
     reason: str
 
 
 def plan(
     runs: Sequence[Contender], budget: float, *, at: float | None = None, margin: float = SEED_MARGIN, seed: int = 0
 ) -> Plan:
-    """budget: extra compute to spend, above 0. All runs have equally many drawn curves.
+    """Plans the next experiment. budget: extra compute to spend, above 0. All runs have equally many drawn curves.
 
     Raises ValueError where `at` is not a compute above 0 or there are fewer than two runs.
     """
@@ -144,7 +143,7 @@ def plan(
     with double_precision():
         sorters = [_sorter(quantity[k, truths:], grid, margin) for k in range(len(runs))]
         uniform = np.full((1, quantity.shape[1] - truths), 1 / (quantity.shape[1] - truths))
-        known = [_distribution(uniform, *sorter) for sorter in sorters]  # of each run, if it is not extended
+        known = [_distribution(uniform, *sorter) for sorter in sorters]  # distribution of each run without extension
         now = jax.device_get(_outcome(*_stack(known, truths), grid))
         extended: dict[tuple[int, float], tuple[jax.Array, jax.Array]] = {}
         extensions = []
@@ -172,7 +171,7 @@ def _candidates(order: Sequence[int]):
 
 
 def _recommend(wrong: float, extensions: Sequence[Extension], favourite: str) -> tuple[Extension | None, str]:
-    """The cheapest extension that comes close to the best, and why."""
+    """The cheapest extension that is nearly as good as the best, and the reason."""
     if wrong <= DECIDED:
         return None, f"decide now for {favourite}: the chance that another is better by more is {wrong:.0%}"
     best = min(one.wrong for one in extensions)
@@ -185,14 +184,15 @@ def _recommend(wrong: float, extensions: Sequence[Extension], favourite: str) ->
 
 
 def _value_grid(quantity: np.ndarray) -> np.ndarray:
-    """[G] values that hold all of the quantity."""
+    """[G] values that cover the range of the quantity."""
     low, high = float(quantity.min()), float(quantity.max())
     pad = max((high - low) / _GRID, 1e-6)
     return np.linspace(low - pad, high + pad, _GRID)
 
 
 def _weights(run: Contender, extra: float, truths: int, noise: np.ndarray) -> jax.Array:
-    """Of the curves after the first `truths`, [truths, S - truths], had one of those been true and `run` extended."""
+    """Weights [truths, S - truths] of the curves after the first `truths`, if each of those were the truth and `run`
+    were extended."""
     compute = run.reached + extra * np.arange(1, _STEPS + 1) / _STEPS
     evaluations = extra / run.spacing * run.seeds
     variance = run.curves.evaluation_variance * _STEPS / evaluations
@@ -201,7 +201,7 @@ def _weights(run: Contender, extra: float, truths: int, noise: np.ndarray) -> ja
 
 @functools.partial(jax.jit, static_argnames="truths")
 def _importance(scores, noise, variance, truths: int):
-    """scores [S, P]: normalised weights [truths, S - truths]."""
+    """Normalised weights [truths, S - truths] from scores [S, P]."""
     seen = scores[:truths] + jnp.sqrt(variance) * noise
     others = scores[truths:]
     squares = jnp.sum(seen**2, axis=1)[:, None] - 2 * seen @ others.T + jnp.sum(others**2, axis=1)
@@ -209,7 +209,7 @@ def _importance(scores, noise, variance, truths: int):
 
 
 class _Sorter(NamedTuple):
-    """How weights of curves become a distribution of the quantity at the values of the grid."""
+    """Turns weights of curves into a distribution of the quantity on the grid's values."""
 
     order: np.ndarray  # [S] curves by rising quantity
     below: np.ndarray  # [G] how many are at or below the value
@@ -224,13 +224,13 @@ def _sorter(quantity: np.ndarray, grid: np.ndarray, margin: float) -> _Sorter:
 
 @jax.jit
 def _distribution(weights, order, below, below_margin):
-    """Chance to be at or below each value, and at or below each value + margin: [truths, G] each."""
+    """Probabilities of being at or below each value, and each value + margin: [truths, G] each."""
     cumulative = jnp.pad(jnp.cumsum(weights[:, order], axis=1), [(0, 0), (1, 0)])
     return cumulative[:, below], cumulative[:, below_margin]
 
 
 def _stack(runs, truths: int):
-    """Of every run, [K, truths, G] each."""
+    """Stacks the distributions of all runs: [K, truths, G] each."""
     return tuple(
         jnp.stack([jnp.broadcast_to(run[part], (truths, run[part].shape[1])) for run in runs]) for part in (0, 1)
     )
@@ -238,7 +238,7 @@ def _stack(runs, truths: int):
 
 @jax.jit
 def _outcome(cdf, cdf_margin, grid):
-    """Chance that the safest choice is wrong, and its expected shortfall: means over truths, of [K, truths, G] each.
+    """Probability that the safest choice is wrong, and its expected shortfall: means over truths, of [K, truths, G].
 
     Run k is wrong where the best of the others exceeds it by more than the margin:
     1 - sum over values v of P(k = v) prod over j of P(j <= v + margin).

@@ -1,9 +1,9 @@
-"""A over all laws that the points allow: the sigmoid is one of a family, and its shape is not known beforehand.
+"""A's interval over a whole family of laws that contains the sigmoid, since the true shape is not known beforehand.
 
-    R(C) = R0 + (A - R0) s(C),   s(C) = (1 - (1 + c (C / C_mid)^B)^-q)^p        c: half of the gain has come at C_mid
+    R(C) = R0 + (A - R0) s(C),   s(C) = (1 - (1 + c (C / C_mid)^B)^-q)^p        c such that s(C_mid) = 1 / 2
 
-It begins as C^(B p) and ends as C^-(B q): the exponentiated law of Burr 1942 (Mudholkar and Srivastava 1993 have its
-limit of large q). What it holds, or comes near to:
+It starts like C^(B p) and ends like C^-(B q): the exponentiated law of Burr 1942 (Mudholkar and Srivastava 1993 give
+its limit of large q). It contains, or approximates:
 
     p = q = 1   the sigmoid                          q = 1       richards with nu = 1 / p (laws.py), Dagum
     p = 1       Burr XII: at B = 1 power laws        q large     stretched exponentials, at B = 1 the exponential
@@ -13,9 +13,9 @@ A's interval is profile likelihood as in profile.py, with p and q free besides B
 
     { A : min over p, q, B, C_mid, R0 of Q - min Q  <=  phi F(level; 1, nu_0 + degrees of freedom) }
 
-so it holds every A at which one of these laws fits as well. One search cannot see the whole family, so searches
-(Levenberg-Marquardt) go from the best curve of each of twelve shapes side by side, and the interval is from the lowest
-end that one of them finds to the highest.
+so it contains every A at which one of these laws fits as well. One search cannot cover the whole family, so searches
+(Levenberg-Marquardt) start from the best curve of each of twelve shapes in parallel, and the interval extends from the
+lowest end that any of them finds to the highest.
 """
 
 import dataclasses
@@ -26,16 +26,16 @@ import numpy as np
 from scalerl_jax.scaling.points import Points
 from scalerl_jax.scaling.profile import LOG_COMPUTE_RANGE, LOG_EXPONENT_RANGE, FitState, threshold
 
-_MORE = 2  # parameters than the sigmoid's
+_MORE = 2  # more parameters than the sigmoid
 _LOG_P = (-4.0, 2.0)
 _LOG_Q = (-1.5, 3.0)
-SHAPE_RANGE = np.array([np.ptp(_LOG_P), np.ptp(_LOG_Q)]) / 2  # of ln p and ln q, either way
+SHAPE_RANGE = np.array([np.ptp(_LOG_P), np.ptp(_LOG_Q)]) / 2  # of ln p and ln q, in each direction
 _STARTS = np.array([(p, q) for p in (-1.5, -0.7, 0.0, 1.0) for q in (-1.0, 0.0, 1.5)])  # of ln p, ln q
-_STEPS, _STEPS_ON = 40, 12  # of a search, and of one that goes on from the value of A before
+_STEPS, _STEPS_ON = 40, 12  # of a search, and of one that continues from the previous value of A
 _WALK = 10  # values of A on the way to an end
-_NEAR = 0.9  # of the threshold: searches that end higher are not followed
-_FINE = 2e-5  # of A
-_ENOUGH = 1e-4  # a step that lowers Q by less of it, and of the square of one residual, is the last
+_NEAR = 0.9  # share of the threshold: searches that end higher are not continued
+_FINE = 2e-5  # resolution of A
+_ENOUGH = 1e-4  # a search ends if a step lowers Q by a smaller share of it and of the square of one residual
 _TINY = 1e-9
 _DIFFERENCE = 1e-5
 _ASYMPTOTE, _INITIAL, _EXPONENT, _MIDPOINT, _P, _Q = range(6)  # A, R0, ln B, ln C_mid, ln p, ln q
@@ -67,8 +67,7 @@ def gain(shape: np.ndarray, log_compute: np.ndarray) -> tuple[np.ndarray, np.nda
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """K curves, the best of some shapes and the best that searches from them have found. A curve is A, R0, ln B,
-    ln C_mid, ln p, ln q."""
+    """K curves, the best of some shapes and of the searches from them. A curve is A, R0, ln B, ln C_mid, ln p, ln q."""
 
     points: Points
     curves: np.ndarray  # [K, 6]
@@ -82,7 +81,7 @@ class Family:
 
     @property
     def asymptote(self) -> float:
-        """Of the best curve."""
+        """A of the best curve."""
         return float(self.best[_ASYMPTOTE])
 
     def predict(self, compute: np.ndarray) -> np.ndarray:
@@ -91,7 +90,7 @@ class Family:
         return self.best[_INITIAL] + (self.best[_ASYMPTOTE] - self.best[_INITIAL]) * s[0]
 
     def interval(self, level: float) -> tuple[float, float]:
-        """Of A."""
+        """The interval of A."""
         highest = self.cost.min() + threshold(level, self.dispersion, self.degrees)
         near = self.cost <= self.cost.min() + _NEAR * (highest - self.cost.min())
         curves, cost = np.tile(self.curves[near], (2, 1)), np.tile(self.cost[near], 2)
@@ -99,8 +98,8 @@ class Family:
         side, start = np.where(down, -1.0, 1.0), curves[:, _ASYMPTOTE].copy()
         limit = np.where(down, start, 1 - start)
         search, root = _Search(self.points, self.dispersion), np.sqrt(highest - cost)
-        # From the start outwards: sqrt(Q - its least) is near linear in A. What the other parameters give way is not
-        # seen at first, so the first step falls short of the end.
+        # From the start outwards: sqrt(Q - minimum) is nearly linear in A. The first step ignores that the other
+        # parameters adapt, so it falls short of the end.
         _, _, curvature = search.squares(curves)
         away = np.minimum(root / np.sqrt(np.maximum(curvature[:, 0, 0], 1e-300)), limit)
         inside, outside = np.zeros(len(away)), np.full(len(away), np.inf)
@@ -108,7 +107,7 @@ class Family:
             ends = side * start + inside
             furthest = np.where(down, ends[down].max(), ends[~down].max())
             gap = np.minimum(outside, limit) - inside
-            # Those that may still go further than any other has.
+            # Searches that may still get further than all others.
             (on,) = np.nonzero((ends + gap > furthest + _FINE) & (gap > _FINE + 0.02 * inside))
             if not len(on):
                 break
@@ -130,13 +129,13 @@ class Family:
 
 
 def find_family(state: FitState) -> Family:
-    """The curves that fit best, from the sigmoid that does."""
+    """The best-fitting curves of the family, starting from the best sigmoid."""
     points, sigmoid = state.points, state.found.best
     search = _Search(points, state.dispersion)
     curves = np.empty((len(_STARTS), 6))
     curves[:, :_P] = (sigmoid.asymptote, sigmoid.initial_reward, *sigmoid.shape)
     curves[:, _P:] = _STARTS
-    # As steep in the middle as the sigmoid, whose slope by ln C_mid is B / 4 there.
+    # As steep at the midpoint as the sigmoid, whose slope by ln C_mid is B / 4 there.
     _, slope = gain(np.concatenate([np.zeros((len(_STARTS), 2)), _STARTS], axis=1), np.zeros(1))
     curves[:, _EXPONENT] += np.log(0.25 / -slope[:, 1, 0])
     of_shapes, their_cost = search.lowest(np.clip(curves, search.low, search.high), held=[_P, _Q], steps=_STEPS)
@@ -145,13 +144,13 @@ def find_family(state: FitState) -> Family:
     degrees, dispersion = state.degrees - _MORE, state.dispersion
     if degrees > 0:
         dispersion = (points.belief + float(cost.min()) + points.inner_squares) / degrees
-    else:  # so many parameters leave no residual: the sigmoid's tell the noise
+    else:  # so many parameters leave no residuals: the noise is estimated from the sigmoid's
         degrees = state.degrees
     return Family(points, curves, cost, degrees, dispersion)
 
 
 class _Search:
-    """Q of curves, and how it is lowered, many at once."""
+    """Computes and minimises Q for many curves at once."""
 
     def __init__(self, points: Points, dispersion: float):
         self._enough = _ENOUGH * dispersion if np.isfinite(dispersion) else 0.0
@@ -181,7 +180,7 @@ class _Search:
         )
 
     def lowest(self, curves: np.ndarray, *, held: Sequence[int], steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where Q is least from each of curves [K, 6], and Q there [K]. held: parameters that stay."""
+        """Minimises Q from each of curves [K, 6]: (curves, Q [K]). held: parameters that stay fixed."""
         curves = curves.copy()
         cost, slope, curvature = self.squares(curves)
         damping, active, each = np.full(len(curves), 1e-2), np.arange(len(curves)), np.arange(6)
@@ -192,7 +191,7 @@ class _Search:
             still[:, _INITIAL] |= self._exact
             down = np.where(still, 0.0, down)
             matrix = np.where(still[:, :, None] | still[:, None, :], 0.0, curvature[active])
-            scale = np.sqrt(matrix[:, each, each])  # so that units do not matter to the damping
+            scale = np.sqrt(matrix[:, each, each])  # so that the damping does not depend on units
             scale = np.where(scale > 0, scale, 1.0)
             matrix /= scale[:, :, None] * scale[:, None, :]
             matrix[:, each, each] += damping[active, None] + _TINY

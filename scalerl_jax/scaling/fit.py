@@ -1,17 +1,17 @@
-"""Fits the sigmoid to the evaluations of a run, and says how far the answer can be trusted.
+"""Fits the sigmoid to the evaluations of a run, with the uncertainty of the result.
 
     fit = fit_sigmoid(gpu_hours, pass_rate, burn_in=1500, fit_until="half", counts=(passes, trials))
     fit.asymptote, fit.intervals["asymptote"], fit.identified, fit.predict(100_000)
 
-R0 is held fixed at the score measured at compute 0, or at a number given, or is fitted on request. The fit minimises
-the sum of squared residuals in units of the score; with counts of unequal size, each point weighs as its trials do.
-Of more than 2,000 points the means of neighbours are fitted, as heavy as what is behind them (points.py).
+R0 is fixed at the score measured at compute 0, or at a given number, or is fitted on request. The fit minimises the sum
+of squared residuals in units of the score; with counts of unequal size, each point's weight is its number of trials.
+Above 2,000 points, means of neighbours are fitted, weighted by their number of rows (points.py).
 
 grid="paper"  the paper's procedure exactly: a grid over A and C_mid, B by least squares from 1 in each cell
 grid="auto"   cells over the whole plane of shapes, then polished to the minimum over all A in [0, 1], B > 0, C_mid > 0
 
-Intervals are 95 % profile likelihood for either grid: of B and C_mid the sigmoid's (profile.py), of A over all laws
-that the points allow (family.py).
+Intervals are 95 % profile likelihood for either grid: for B and C_mid the sigmoid's (profile.py), for A over all laws
+that fit the points (family.py).
 """
 
 import dataclasses
@@ -34,23 +34,23 @@ class SigmoidFit(law.Sigmoid):
     """A fitted curve. Compute is in the unit it was given in."""
 
     ssr: float  # sum of squared residuals over the points used (times trials / mean trials where counts differ)
-    points: int  # used, as given
+    points: int  # number of points used, before binning
     intervals: dict[str, tuple[float, float]]  # 95 %, of asymptote, exponent, midpoint; 0 or inf where open
-    identified: bool  # the points tell A (identify.py), and a law describes them (misfit.py)
-    verdict: str  # one sentence: that they do, what fits as well and what compute would tell, or that they do not rise
+    identified: bool  # the points identify A (identify.py), and a law describes them (misfit.py)
+    verdict: str  # one sentence: A is identified; or what fits as well and what compute would identify it; or no rise
     used: np.ndarray  # [N] bool over the points given
     dispersion: float  # noise variance of the residuals over that of the counts (without counts: the variance itself)
     state: FitState = dataclasses.field(repr=False)
     samples: np.ndarray | None = dataclasses.field(default=None, repr=False)  # [bootstrap, 4] A, B, C_mid, R0
-    trend: str = trend.RISING  # where it is not, the parameters mean nothing (trend.py)
-    bins: int | None = None  # so many means of the points were fitted, where there are too many (points.py)
-    misfit: str = ""  # why no law describes the points (misfit.py); "": nothing says so
-    compute_to_identify: float = np.inf  # evaluated up to here the points tell A: where they end, if they do already
+    trend: str = trend.RISING  # otherwise the parameters have no meaning (trend.py)
+    bins: int | None = None  # number of means fitted, if there are too many points (points.py)
+    misfit: str = ""  # why no law describes the points (misfit.py); "" without evidence of it
+    compute_to_identify: float = np.inf  # evaluations up to this compute identify A; the points' end if they already do
     laws: Family | None = dataclasses.field(default=None, repr=False)  # all laws; None: the points do not rise
 
     @property
     def rises(self) -> bool:
-        """Whether there is a curve to speak of."""
+        """Whether the run rises, so that the curve has a meaning."""
         return self.trend == trend.RISING
 
     def predict(self, compute) -> np.ndarray:
@@ -61,9 +61,9 @@ class SigmoidFit(law.Sigmoid):
         return curve[: compute.size].reshape(compute.shape)
 
     def band(self, compute, *, level: float = LEVEL, evaluation_variance: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-        """Lowest and highest curve that the points allow at each compute above 0, [M] each.
+        """Lowest and highest value of the curves within the threshold at each compute above 0, [M] each.
 
-        evaluation_variance widens it from where the curve can be to where an evaluation with that noise can be.
+        evaluation_variance widens it from an interval for the curve to one for an evaluation with that noise.
         """
         log_compute = np.log(np.atleast_1d(np.asarray(compute, np.float64)))
         asked = len(log_compute)
@@ -81,7 +81,7 @@ class SigmoidFit(law.Sigmoid):
         return np.clip(low, 0.0, 1.0), np.clip(high, 0.0, 1.0)
 
     def interval(self, name: str, *, level: float) -> tuple[float, float]:
-        """Of asymptote, exponent or midpoint, at any level."""
+        """The interval of asymptote, exponent or midpoint, at any level."""
         if level == LEVEL:
             return self.intervals[name]
         if name == "asymptote" and self.laws is not None:
@@ -89,7 +89,7 @@ class SigmoidFit(law.Sigmoid):
         return self.state.intervals(level, tuple(self.parameters.values()))[name]
 
     def compute_to_reach(self, target: float) -> float:
-        """Compute at which the curve is at `target`; inf if it never is."""
+        """Compute at which the curve reaches `target`; inf if it never does."""
         with double_precision():
             return float(law.compute_to_reach(target, **self.parameters))
 
@@ -105,13 +105,13 @@ class SigmoidFit(law.Sigmoid):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Run:
-    """One run or recipe: all its evaluations, its seeds together, and the fit of those used. Equal to itself alone."""
+    """One run or recipe: all evaluations of all its seeds, and the fit of those used. Compared by identity."""
 
     name: str
     compute: np.ndarray  # [N] in the fit's unit
     reward: np.ndarray  # [N]
     fit: SigmoidFit
-    rate: float | None = None  # device-hours of a unit of compute, over the whole run; None: not known
+    rate: float | None = None  # device-hours per unit of compute, over the whole run; None: not known
 
     @property
     def points(self) -> Points:
@@ -119,7 +119,7 @@ class Run:
 
     @property
     def seeds(self) -> int:
-        """Those with a point that was used."""
+        """Number of seeds with a point that was used."""
         return len(np.unique(self.points.run))
 
     @property
@@ -129,12 +129,12 @@ class Run:
 
     @property
     def held(self) -> np.ndarray:
-        """[N] bool: beyond the points used."""
+        """[N] bool: later than the points used."""
         return self.compute > self.reached
 
     @property
     def held_error(self) -> float | None:
-        """Mean of predicted minus measured on the points held out."""
+        """Mean of predicted minus measured on the held-out points."""
         if not self.held.any():
             return None
         return float(np.mean(self.fit.predict(self.compute[self.held]) - self.reward[self.held]))
@@ -162,15 +162,15 @@ def fit_sigmoid(
       compute: [N], at least 0, in any unit.
       reward: [N] in [0, 1].
       initial_reward: R0 as a number (exact); None: the row (or the mean of the rows) at compute 0; "fit": fitted too.
-      burn_in: points of less compute are dropped (the rows at 0 only give R0).
+      burn_in: points of less compute are dropped (rows at 0 are used for R0 only).
       fit_until: points of more compute are held out; "half" is half of the largest.
       counts: (passes, trials), each [N] or by prompt [N, prompts]; or an array [N, 2].
-      run: a label per point, [N]; runs that differ only in their seed are fitted by one curve, resampled as wholes.
-      grid: "paper" takes the best cell of the paper's grid over A and C_mid; "auto" the minimum over the whole plane.
+      run: a label per point, [N]; runs that differ only in their seed are fitted by one curve, and resampled as wholes.
+      grid: "paper" uses the best cell of the paper's grid over A and C_mid; "auto" the minimum over the whole plane.
       asymptote_grid, midpoint_grid: the cells; None is the paper's for "paper", and for "auto" comes from the data
-        (there a grid given only adds cells to start from, and does not confine the minimum).
-      bootstrap: how many resamples to refit.
-      population: these draw the prompts too (resample.py).
+        (a grid given with "auto" only adds starting cells, and does not confine the minimum).
+      bootstrap: number of resamples to refit.
+      population: resample the prompts too (resample.py).
       seed: of the resamples.
 
     Raises ValueError on input that cannot be fitted.
@@ -200,7 +200,7 @@ def fit_sigmoid(
     if word == trend.RISING:
         laws = find_family(state)
         intervals["asymptote"] = profile.around(estimate[0], laws.interval(LEVEL))
-        if grid == "auto":  # the paper tests nothing of the kind
+        if grid == "auto":  # the paper has no such test
             why = misfit.find_misfit(points, laws.predict(points.compute))
         if not why:
             bounds = (*intervals["asymptote"], intervals["midpoint"][1])
@@ -237,14 +237,14 @@ _curve = jax.jit(law.sigmoid_law)
 
 
 def _widened(values: np.ndarray) -> np.ndarray:
-    """values [M] with ones behind them, so that few shapes are compiled."""
+    """values [M] padded with ones, so that few shapes are compiled."""
     return np.pad(
         values, (0, least_squares.padded(len(values), least=_CURVE_POINTS) - len(values)), constant_values=1.0
     )
 
 
 def squares_data(points: Points) -> least_squares.Data:
-    """The paper's objective: residuals in units of the score, R0 fixed unless it is to be fitted."""
+    """Data for the paper's objective: residuals in units of the score, R0 fixed unless it is fitted."""
     free = points.initial_mode == "free"
     return least_squares.make_data(
         points.compute,
@@ -268,7 +268,8 @@ def least_squares_estimate(data: least_squares.Data, cells, constraint) -> tuple
 
 
 def paper_estimate(points: Points, asymptote_grid, midpoint_grid, falls: str) -> tuple[Estimate, float]:
-    """The best cell of the paper's grid (None: its own axes), and its sum of squares. falls: said where none rises."""
+    """The best cell of the paper's grid (None: the paper's axes), and its sum of squares. falls: the error's text if no
+    cell rises."""
     asymptotes = paper_grid.ASYMPTOTES if asymptote_grid is None else np.asarray(asymptote_grid, np.float64)
     midpoints = paper_grid.MIDPOINTS if midpoint_grid is None else midpoint_grid
     fitted = paper_grid.fit_cells(

@@ -1,8 +1,8 @@
-"""What more compute will buy a run: compute to a target, score at a budget, gain of one more doubling, stop or go on.
+"""The gain of more compute for a run: compute to a target, score at a budget, gain of a doubling, stop or go on.
 
 The numbers are the fitted curve's. Their intervals are the profile's (profile.py): over all curves within the
-threshold, the lowest and the highest score at a budget, the least and the most compute at which one reaches the target,
-and the least and the most gain. For curves that rise, the compute is where the two edges of the band cross the target.
+threshold, the lowest and highest score at a budget, the least and most compute at which one reaches the target, and
+the least and most gain. For rising curves, the compute is where the two edges of the band cross the target.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from scalerl_jax.scaling.fit import SEED_MARGIN, SigmoidFit
 from scalerl_jax.scaling.law import double_precision
 from scalerl_jax.scaling.units import short_number
 
-_HORIZON = 1e6  # times the compute so far: a target that is reached beyond is not reached
-_DIGITS = 3  # of a score, as it is told
-_SEARCH = 128  # points of a search along the band, twice
+_HORIZON = 1e6  # times the compute so far: a target reached only beyond this counts as never reached
+_DIGITS = 3  # of a printed score
+_SEARCH = 128  # points of each of the two searches along the band
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A number of the fitted curve, and the least and the most of the curves that fit as well."""
+    """A number of the fitted curve, and its least and most over the curves that fit as well."""
 
     value: float
     low: float
@@ -82,10 +82,10 @@ def _score(fit: SigmoidFit, compute: float) -> Estimate:
 
 
 def compute_to_target(fit: SigmoidFit, target: float, reached: float) -> Estimate:
-    """Where the curve, the highest and the lowest curve reach `target`; infinite where never (up to 1e6 x reached)."""
+    """Compute at which the curve, the highest and the lowest curve reach `target`; infinite beyond 1e6 x reached."""
     least = float(np.exp(fit.state.data.log_compute.min()))
     ends = []
-    for edge in (0, 1):  # the lowest curves are the last to arrive
+    for edge in (0, 1):  # the lowest curves reach it last
         x = np.geomspace(least * 1e-3, reached * _HORIZON, _SEARCH)
         for _ in range(2):
             arrived = fit.band(x)[edge] >= target
@@ -119,8 +119,8 @@ def gain(fit: SigmoidFit, start: float, end: float) -> Estimate:
 def _gain_range(log_start, log_end, shapes, data, constraint, best, rise):
     """Least and most (A - R0) (s(end) - s(start)) over the curves within the threshold, of shapes [K, 2].
 
-    At a shape, Q is a quadratic of (R0, A) with matrix H, and the gain is linear in them: it goes as far from its value
-    at the shape's minimum as sqrt(what is left of the rise * c^T H^-1 c).
+    At a shape, Q is a quadratic of (R0, A) with matrix H, and the gain is linear in them: it can differ from its value
+    at the shape's minimum by at most sqrt(remaining rise * c^T H^-1 c).
     """
     w, y = data.weight, data.reward
     exact = jnp.isinf(data.initial_weight)
@@ -142,7 +142,7 @@ def _gain_range(log_start, log_end, shapes, data, constraint, best, rise):
         left = rise + best.cost - cost
         spread = jnp.where(exact, 1 / ss, (uu + 2 * us + ss) / determinant)  # c^T H^-1 c for c = (-1, 1)
         reach = jnp.sqrt(jnp.maximum(left, 0.0) * spread)
-        # A stays in its range; R0 is then where it is at this shape.
+        # A stays in its range; R0 stays at its value for this shape.
         lowest, highest = constraint.low - initial, constraint.high - initial
         low = jnp.clip(asymptote - initial - reach, lowest, highest) * step
         high = jnp.clip(asymptote - initial + reach, lowest, highest) * step
@@ -162,7 +162,7 @@ def _advise_target(
 ) -> tuple[str, str]:
     highest = fit.intervals["asymptote"][1]
     when = f"{target:g} is reached at {_short(to_target.value)} ({_short(to_target.low)} to {_short(to_target.high)})"
-    if round(score.low, _DIGITS) >= target:  # a curve comes near its end, and never to it
+    if round(score.low, _DIGITS) >= target:  # a curve approaches its end without reaching it
         return "stop", f"{target:g} is reached: the score is {_range(score)}"
     if highest < target:
         return "stop", f"never {target:g}, by this fit: A is at most {highest:.3f}"
@@ -199,7 +199,8 @@ def _advise_gain(fit: SigmoidFit, found: Estimate, worth: float, what: str) -> t
 
 
 def _identification_note(fit: SigmoidFit, most: float) -> str:
-    """Up to what compute evaluations would tell A, where these do not and it is finite and no more than `most`."""
+    """Text on the compute up to which evaluations would identify A; "" if they already do, or if it exceeds `most` or
+    is not finite."""
     needed = fit.compute_to_identify
     if fit.identified or not math.isfinite(needed) or needed > most:
         return ""

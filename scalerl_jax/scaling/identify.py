@@ -1,23 +1,23 @@
-"""Whether the points tell A, and if not, what compute would.
+"""Whether the points identify A, and if not, what compute would.
 
-They tell it when A's 95 % interval over all laws that they allow (family.py) is narrower than 0.04 and closes inside
-(R0, 1), and the data reach 1.5 times the upper end of C_mid's interval: only then is the bend behind them, and what
-looks like an asymptote is one. An interval that ends at 1 is cut off there, and may be narrow for that alone, unless
-the curve has come within 0.04 of 1 already: no score is above 1, and none falls. Where no law describes the points
-(misfit.py) they tell no A, whatever its interval.
+They identify A if its 95 % interval over all laws that fit (family.py) is narrower than 0.04 and lies inside (R0, 1),
+and the data reach 1.5 times the upper end of C_mid's interval: only then is the bend behind them, and an apparent
+asymptote is a real one. An interval that ends at 1 is cut off there, and may be narrow for that reason only, unless the
+curve is within 0.04 of 1 already: no score is above 1, and none falls. If no law describes the points (misfit.py) they
+do not identify A, whatever its interval.
 
-If they do not, the run is imagined to go on along its fitted curve, evaluated as often and as finely as so far, and the
-first compute is named at which the same three conditions hold for the intervals to be expected there:
+If they do not, the run is assumed to continue along its fitted curve, evaluated as often and as finely as so far. The
+result is the first compute at which the same three conditions hold for the intervals expected there:
 
     half width = sqrt(threshold * (J^T W J)^-1)
     J: derivatives of the curve in (A, ln B, ln C_mid, ln p, ln q, R0) of family.py; W: 1 / variance
 
-C_mid's is the sigmoid's: without p and q.
+C_mid's interval is the sigmoid's, without p and q.
 
-Profile intervals are wider than these, the more so where the points leave much open; they stay as much wider as they
-are.
+Profile intervals are wider than these, the more so the less the points determine; the current ratio of the widths is
+assumed to stay.
 
-Left out: that the curve may turn out to be another one. Where the points leave much open, so does this number.
+Left out: the true curve may differ from the fitted one. The less the points determine, the less certain is this number.
 """
 
 import numpy as np
@@ -27,17 +27,17 @@ from scalerl_jax.scaling.family import SHAPE_RANGE, Family, gain
 from scalerl_jax.scaling.profile import LEVEL
 from scalerl_jax.scaling.units import short_number
 
-SEED_MARGIN = 0.02  # A of runs that differ only in the seed, as the paper found
-IDENTIFIED_WIDTH = 0.04  # widest 95 % interval of A that still tells A
+SEED_MARGIN = 0.02  # difference in A of runs that differ only in the seed, as the paper found
+IDENTIFIED_WIDTH = 0.04  # widest 95 % interval of A that still identifies A
 IDENTIFIED_REACH = 1.5  # the data must reach this many times the upper end of C_mid's interval
-_HORIZON = 100.0  # times the compute so far: further ahead nothing is named
-_WIDER = (1.25, 3.0)  # at least, as simulated runs have it; at most, since an interval that is open says no more
-_STEPS = 400  # on the way there
+_HORIZON = 100.0  # times the compute so far: limit of the search
+_WIDER = (1.25, 3.0)  # lower bound, from simulated runs; upper bound, for open intervals
+_STEPS = 400  # number of steps up to the limit
 
 
 def is_identified(low, high, highest_midpoint, initial, most, reached):
-    """The three conditions, elementwise: bool. low, high: of A's 95 % interval; most: the compute reached; reached: the
-    curve there."""
+    """The three conditions, elementwise: bool. low, high: A's 95 % interval; most: the compute reached; reached: the
+    curve's value there."""
     closed = (high < 1) | (reached > 1 - IDENTIFIED_WIDTH)
     narrow = (np.minimum(high, 1) - low < IDENTIFIED_WIDTH) & (low > initial)
     return closed & narrow & (most >= IDENTIFIED_REACH * highest_midpoint)
@@ -46,7 +46,8 @@ def is_identified(low, high, highest_midpoint, initial, most, reached):
 def compute_that_tells(
     laws: Family, estimate: tuple[float, float, float, float], intervals: dict[str, tuple[float, float]]
 ) -> float:
-    """The compute up to which evaluations of the same kind are expected to tell A; inf if 100 times the compute is not.
+    """The compute up to which evaluations of the same kind are expected to identify A; inf if above 100 times the
+    compute so far.
 
     estimate: A, B, C_mid, R0; intervals: of A over all laws, of C_mid the profile's.
     """
@@ -68,18 +69,18 @@ def compute_that_tells(
 
     so_far = np.sum(weight[:, None, None] * information(log_compute), axis=0)
     so_far[3, 3] += 1.0 if exact else 1 / points.initial_variance
-    # Evaluations to come: as dense along the compute as these are, and of their mean weight.
+    # Future evaluations: as dense along the compute as these, with their mean weight.
     places = np.unique(log_compute)
     most = np.exp(places[-1])
     spacing = (most - np.exp(places[0])) / (len(places) - 1)
     edges = np.geomspace(most, _HORIZON * most, _STEPS + 1)
-    added = np.diff(edges) / spacing  # evaluations in each step, a fraction of one at first
+    added = np.diff(edges) / spacing  # evaluations in each step, less than one at first
     each = weight.sum() / len(places)
     steps = each * added[:, None, None] * information(np.log((edges[:-1] + edges[1:]) / 2))
     total = so_far + np.cumsum(np.concatenate([np.zeros((1, *so_far.shape)), steps]), axis=0)
     come = np.concatenate([[0.0], np.cumsum(added)]) * len(log_compute) / len(places)
     rise = laws.dispersion * scipy.special.fdtri(1, laws.degrees + come, LEVEL)
-    # p and q have a range, which tells as much as an evaluation of them would.
+    # The limited range of p and q adds information, as an evaluation of them would.
     ranged = total + rise[:, None, None] * np.diag([0.0, 0.0, 0.0, 0.0, *SHAPE_RANGE**-2])
     low, high = intervals["asymptote"]
     half_asymptote = _half_widths(ranged, rise, 0, (high - low) / 2)
@@ -89,25 +90,25 @@ def compute_that_tells(
     reached = initial + (asymptote - initial) * scipy.special.expit(exponent * np.log(edges / midpoint))
     low, high = asymptote - half_asymptote, asymptote + half_asymptote
     identified = is_identified(low, high, highest, initial=initial, most=edges, reached=reached)
-    identified[0] = False  # it has been judged, by its own interval
+    identified[0] = False  # the current points have been judged by their own interval
     return float(edges[np.argmax(identified)]) if identified.any() else np.inf
 
 
 def _half_widths(information: np.ndarray, rise: np.ndarray, which: int, now: float) -> np.ndarray:
-    """Of the intervals to be expected of parameter `which`, [K], for matrices [K, P, P] and thresholds [K]; the first
-    is known to be `now`."""
-    scale = np.sqrt(np.einsum("kii->ki", information))  # so that units do not matter to the inverse
+    """Half widths [K] of the expected intervals of parameter `which`, for matrices [K, P, P] and thresholds [K]; the
+    first is known to be `now`."""
+    scale = np.sqrt(np.einsum("kii->ki", information))  # so that the inverse does not depend on units
     scale = np.where(scale > 0, scale, 1.0)
     scaled = information / (scale[:, :, None] * scale[:, None, :]) + 1e-13 * np.eye(information.shape[-1])
     variance = np.linalg.inv(scaled)[:, which, which] / scale[:, which] ** 2
     half = np.sqrt(np.maximum(rise * variance, 0.0))
-    # 0 is expected where points lie on the curve exactly, inf where they tell nothing: no factor makes them wider.
+    # 0 if all points lie exactly on the curve, inf if they contain no information: no factor is applied to these.
     return half * (np.clip(now / half[0], *_WIDER) if 0 < half[0] < np.inf else 1.0)
 
 
 def sentence(identified: bool, interval: tuple[float, float], most: float, needed: float, misfit: str = "") -> str:
-    """The verdict as the command prints it. interval: of A; most: the compute reached; needed: what would tell;
-    misfit: why no law describes the points (misfit.py)."""
+    """The verdict as the command prints it. interval: of A; most: the compute reached; needed: the compute that would
+    identify A; misfit: why no law describes the points (misfit.py)."""
     low, high = interval
     ends = f"(these end at {_number(float(f'{most:.4g}'))})"
     if identified:
@@ -125,7 +126,7 @@ def sentence(identified: bool, interval: tuple[float, float], most: float, neede
 
 
 def _round(value: float, most: float) -> str:
-    """Two digits, no more is known: 31840 -> 32000, 2.38e13 -> 24T; but more than `most`, as the value is."""
+    """Rounds to two digits, since no more are known: 31840 -> 32000, 2.38e13 -> 24T; but keeps it above `most`."""
     rounded = next((near for digits in (2, 3, 4) if (near := float(f"{value:.{digits}g}")) > most), value)
     return _number(rounded)
 

@@ -1,4 +1,4 @@
-"""Forecasts beside what came, for a table: of the laws, their average, and the sigmoid without calibration.
+"""Forecasts compared with outcomes, for a table: of the laws, their average, and the sigmoid without calibration.
 
 "sigmoid, profile"  fit_sigmoid and its profile band, widened by the noise of an evaluation
 "paper's procedure" grid="paper" with its axes scaled to the run (A to 1, C_mid to 2.5 times the run's compute, the
@@ -19,33 +19,33 @@ _PAPER_CELLS = (200, 100)  # of A and C_mid
 
 
 class Summary(NamedTuple):
-    """Means over the cases from one fraction."""
+    """Means over the cases of one fraction, for one method."""
 
     fraction: float
     forecast: str
-    covered: tuple[float, ...] | None  # by level; None: the forecast has no band
+    covered: tuple[float, ...] | None  # by level; None if the forecast has no band
     crps: float | None
     mean_error: float  # of |forecast - measured|, means of the last quarter
     median_error: float
     bias: float  # mean of forecast - measured
-    width: float | None  # of the widest band there
+    width: float | None  # of the widest band in the last quarter
 
 
 class Sigmoid(NamedTuple):
-    """Of one case by the sigmoid alone."""
+    """The result of the sigmoid alone on one case."""
 
     covered: tuple[float, ...]
     error: float
     width: float
     paper_error: float
     identified: bool
-    asymptote: float  # fitted from what was given
+    asymptote: float  # fitted on the fraction
     interval: tuple[float, float]  # 95 %
     whole: float  # A fitted on the whole run
 
     @property
     def missed(self) -> bool:
-        """The promise of "identified" broken."""
+        """Whether "identified" was wrong."""
         return self.identified and not self.interval[0] <= self.whole <= self.interval[1]
 
 
@@ -71,7 +71,7 @@ def sigmoid(case: Case, *, tick: Callable[[], None] = lambda: None) -> Sigmoid:
             compute, score, fit_until=until, burn_in=min(_BURN_IN * points.most, until / 3), grid="paper",
             asymptote_grid=asymptotes, midpoint_grid=midpoints * _FARTHEST * points.most,
         ).predict(later[last])  # fmt: skip
-    except ValueError:  # no cell of it rises: the level so far
+    except ValueError:  # no cell of the grid rises: use the level so far
         paper = np.full(last.sum(), case.before.reward.mean())
     whole = fit_sigmoid(compute, score, counts=counts)
     tick()
@@ -123,7 +123,7 @@ def _summary(fraction, name, covered, crps, errors, width) -> Summary:
 
 
 def identified_sentence(cases: Sequence[Case], sigmoids: Sequence[Sigmoid], fraction: float) -> str:
-    """How often A was called identified, and how often the whole run then has it elsewhere."""
+    """A sentence: how often A was identified, and how often the whole run's A was then outside its interval."""
     rows = [one for case, one in zip(cases, sigmoids) if case.fraction == fraction]
     named = [case.run.name for case, one in zip(cases, sigmoids) if case.fraction == fraction and one.missed]
     missed = f"{len(named)} of these miss the A of the whole run" + (f" ({', '.join(named)})" if named else "")

@@ -3,12 +3,12 @@
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)          0 <= A <= 1, B > 0
          = R0 + (A - R0) * sigmoid(B * (ln C - ln C_mid))
 
-A      asymptote: where the run ends with unlimited compute
+A      asymptote: the score with unlimited compute
 B      exponent: how fast it gets there; the slope of the straightened form
-C_mid  midpoint: the compute at which half of the gain A - R0 has come
-R0     the score before any compute was spent
+C_mid  midpoint: the compute at which half of the gain A - R0 is reached
+R0     the score before any compute
 
-For large C it is the power law A - D / C^B with D = (A - R0) * C_mid^B, which is here to be compared with.
+For large C it is the power law A - D / C^B with D = (A - R0) * C_mid^B, which is here for comparison.
 Every function is elementwise jnp and computes in the precision of its inputs. Compute may be in any unit.
 """
 
@@ -31,7 +31,7 @@ class Sigmoid:
 
     @property
     def parameters(self) -> dict[str, float]:
-        """As the functions below take them."""
+        """The parameters as keyword arguments of the functions below."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(Sigmoid)}
 
 
@@ -63,7 +63,7 @@ def compute_to_reach(target, *, asymptote, exponent, midpoint, initial_reward):
 
 
 def _odds(reward, asymptote, initial_reward):
-    """Whether a score is strictly between R0 and A, and there gained / still to gain."""
+    """Whether a score is strictly between R0 and A, and if so the ratio of gain so far to gain left."""
     share = (reward - initial_reward) / (asymptote - initial_reward)
     inside = (share > 0) & (share < 1)
     return inside, jnp.where(inside, share, 0.5) / (1 - jnp.where(inside, share, 0.5))

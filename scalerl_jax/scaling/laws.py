@@ -1,28 +1,27 @@
-"""The laws that a forecast is averaged over: what a run's score may do as its compute C grows.
+"""The laws that a forecast is averaged over: models of a run's score as a function of its compute C.
 
     sigmoid      R0 + (A - R0) / (1 + (C_mid / C)^B)                               arXiv 2510.13786, law.py
     richards     R0 + (A - R0) / (1 + (2^nu - 1) (C_mid / C)^B)^(1 / nu)           Richards 1959; nu = 1 is the sigmoid
     logistic     R0 + (A - R0) (S(C) - S(0)) / (1 - S(0)), S = 1 / (1 + e^(k - k C / C_0))     Verhulst 1838
     power        1 - (1 - R0) (1 + C / C_0)^-k                                     arXiv 2509.25300
-    random_walk  logit R drifts and moves about as it has so far: no law at all     (below)
+    random_walk  logit R drifts and varies as it has so far: no law at all          (below)
 
-Of richards, nu below 1 begins steeper than it ends (as C^(B / nu)) and above 1 the other way round; C_mid is where half
-of the gain has come. In the end C^-B is left of the gain of the sigmoid and richards, which are curves of ln C. The
-logistic is one of C itself: it rises more steeply and comes to its end sooner than any of theirs. The power law is a
-straight line of ln(1 - R) against ln C with slope -k, as that paper fits it run by run, beyond C_0, and goes through
-R0; its A is 1.
+In richards, nu below 1 makes the start steeper than the end (as C^(B / nu)), above 1 the other way round; C_mid is
+where half of the gain is reached. The remaining gain of the sigmoid and richards, which are curves of ln C, ends like
+C^-B. The logistic is a curve of C itself: it rises more steeply and ends sooner than these. The power law is a straight
+line of ln(1 - R) against ln C with slope -k beyond C_0, as that paper fits it run by run, and starts at R0; its A is 1.
 
 The priors are weak, and those of the sigmoid are decide.py's: ln C_mid uniform from a twentieth of the least compute
 to 50 times the most, ln B normal around ln 2 with standard deviation 0.5.
 
-No law: the score drifts on as it has so far, and moves about as much.
+The random walk: the score continues to drift and vary as it has so far.
 
     logit R(C_i) = logit R(C_i-1) + b x + N(0, sigma^2 x)        x = ln(C_i / C_i-1)
     an evaluation of it is off by N(0, variance / (R (1 - R))^2)
 
 The drift b is normal around 0 with standard deviation 1: a run that never moved is not expected to. The Kalman filter
-gives the likelihood of sigma (on a grid, with a wide prior) and what is known of level and drift at the last point;
-from there walks are drawn. The first point is where the walk begins: what came before is not heard.
+gives the likelihood of sigma (on a grid, with a wide prior) and the posterior of level and drift at the last point,
+from which walks are drawn. The walk starts at the first point; anything before it is ignored.
 """
 
 import dataclasses
@@ -49,11 +48,11 @@ class Walks:
     level: np.ndarray  # [S] logits there
     drift: np.ndarray  # [S]
     sigma: np.ndarray  # [S]
-    dispersion: None  # the counts' noise, or the scatter of neighbours, is taken as given
+    dispersion: None  # the noise of the counts, or the scatter of neighbours, is used as it is
     seed: int
 
     def at(self, compute: np.ndarray) -> np.ndarray:
-        """Scores [S, M] at compute [M], rising, from the last point on; before it they stand."""
+        """Scores [S, M] at compute [M], rising, from the last point on; constant before it."""
         ahead = np.maximum(np.log(np.asarray(compute, np.float64)) - self.start, 0.0)
         steps = np.diff(ahead, prepend=0.0)
         moves = np.random.default_rng(self.seed).standard_normal((len(self.level), len(ahead)))
@@ -62,13 +61,13 @@ class Walks:
 
 
 def draw_walks(points: Points, *, count: int, seed: int) -> Walks:
-    """`count` walks; of several evaluations at one compute, or runs of other seeds, each is heard in turn."""
+    """Draws `count` walks; several evaluations at one compute, or of several seeds, are filtered one after another."""
     order = np.argsort(points.compute, kind="stable")
     score = np.clip(points.reward[order], _EDGE, 1 - _EDGE)
     log_compute = np.log(points.compute[order])
     seen, noise = logit(score), points.noise_variance[order] / (score * (1 - score)) ** 2
     many = len(_SIGMAS)
-    # Of level and drift, for each sigma: means, variances and covariance.
+    # Means, variances and covariance of level and drift, for each sigma.
     level, drift = np.full(many, seen[0]), np.zeros(many)
     of_level, of_drift, of_both = np.full(many, noise[0]), np.full(many, _DRIFT**2), np.zeros(many)
     log_likelihood = -0.5 * ((np.log(_SIGMAS) - _PRIOR[0]) / _PRIOR[1]) ** 2
@@ -86,19 +85,19 @@ def draw_walks(points: Points, *, count: int, seed: int) -> Walks:
     share = np.exp(log_likelihood - log_likelihood.max())
     chosen = rng.choice(many, size=count, p=share / share.sum())
     levels = level[chosen] + np.sqrt(of_level[chosen]) * rng.standard_normal(count)
-    given = of_both[chosen] / of_level[chosen]  # drift, where the level is known
+    given = of_both[chosen] / of_level[chosen]  # regression of the drift on the level
     left = np.sqrt(np.maximum(of_drift[chosen] - given * of_both[chosen], 0.0))
     drifts = drift[chosen] + given * (levels - level[chosen]) + left * rng.standard_normal(count)
     return Walks(float(log_compute[-1]), levels, drifts, _SIGMAS[chosen], None, seed + 1)
 
 
 class Drawn(Protocol):
-    """S ways on, equally likely."""
+    """S equally likely paths."""
 
     @property
     def dispersion(self) -> np.ndarray | None:
-        """[S] noise variance of an evaluation over that of its counts (without counts: the variance itself); None: the
-        law takes it as given."""
+        """[S] noise variance of an evaluation over that of its counts (without counts: the variance itself); None if
+        the law does not estimate it."""
 
     def at(self, compute: np.ndarray) -> np.ndarray:
         """Scores [S, M] at compute [M] above 0, rising."""
@@ -151,7 +150,7 @@ def power(points: Points, *, count: int, seed: int) -> DrawnCurves:
     return draw_curves(points, axes, _power, count=count, seed=seed, asymptote=1.0)
 
 
-# Raises ValueError where the points tell nothing of the noise.
+# Raises ValueError if the noise cannot be estimated from the points.
 Law = Callable[..., Drawn]
 LAWS: dict[str, Law] = {
     "sigmoid": sigmoid,

@@ -1,7 +1,7 @@
-"""The sigmoid by least squares, with the parameters that enter linearly solved for in closed form.
+"""Least-squares fit of the sigmoid, with the linear parameters solved for in closed form.
 
-For a given shape b = (ln B, ln C_mid) the curve R0 (1 - s) + A s is linear in R0 and A, so they are eliminated and only
-the two numbers of the shape are searched:
+For a given shape b = (ln B, ln C_mid) the curve R0 (1 - s) + A s is linear in R0 and A, so these are eliminated and
+only the two numbers of the shape are searched:
 
     Q(b) = min over A in [low, high], R0 of   sum_i w_i (y_i - R0 (1 - s_i(b)) - A s_i(b))^2 + w_0 (y_0 - R0)^2
            + prior precision * (ln B - prior mean)^2
@@ -21,28 +21,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LOG_EXPONENT_BOX = (math.log(1e-4), math.log(1e4))  # what the search may not leave
-LOG_COMPUTE_MARGIN = 30.0  # nor the midpoint further than this beyond the data, in ln C
+LOG_EXPONENT_BOX = (math.log(1e-4), math.log(1e4))  # bounds of the search
+LOG_COMPUTE_MARGIN = 30.0  # bound of the midpoint beyond the data, in ln C
 CELL_ROWS = 40  # of ln B
 _CELL_COLUMNS = 64  # of ln C_mid
 _CELL_EXPONENTS = (0.05, 60.0)
-_STEPS = 80  # at most, of a search
+_STEPS = 80  # most steps of a search
 _LEAST_POINTS = 64
 _TINY = 1e-300
 
 
 class Data(NamedTuple):
-    """One data set; a leading axis is vmapped over where a function says so."""
+    """One data set; some functions vmap over a leading axis."""
 
     log_compute: jax.Array  # [N]
     reward: jax.Array  # [N]
     weight: jax.Array  # [N]; 0 for padding
     initial: jax.Array  # [] y_0, the measured or given R0
-    initial_weight: jax.Array  # [] w_0; infinite: R0 is y_0 exactly; 0: nothing is known of it but the points
+    initial_weight: jax.Array  # [] w_0; infinite: R0 is exactly y_0; 0: R0 is known from the points only
 
 
 class Constraint(NamedTuple):
-    """What the search is held to. Every field is a scalar array."""
+    """Constraints of the search. Every field is a scalar array."""
 
     low: jax.Array  # of A
     high: jax.Array
@@ -60,18 +60,18 @@ class Solution(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """Shapes tried first, and their curves at the points of one compute axis."""
+    """Starting shapes, and their curves at the points of one compute axis."""
 
     shape: jax.Array  # [K, 2]
     rise: jax.Array  # [K, N] s of the law
 
 
 def padded(count: int, *, least: int = _LEAST_POINTS) -> int:
-    """The size that a number of points is rounded up to: the first of least, 2 least, 4 least, ... not below it.
+    """A number of points rounded up to the next of least, 2 least, 4 least, ...
 
-    The fit is compiled for every new size: three seconds, and some 35 MiB of programs that stay. A trainer fits its own
-    curve for as long as it runs; with these sizes most runs compile it once, and one of a thousand evaluations five
-    times.
+    The fit is compiled for every new size: three seconds, and some 35 MiB of programs that stay in memory. A trainer
+    fits its own curve for as long as it runs; with these sizes most runs compile it once, and a run of a thousand
+    evaluations five times.
     """
     size = least
     while size < count:
@@ -96,12 +96,12 @@ def make_data(
 
 
 def free(low: float = 0.0, high: float = 1.0) -> Constraint:
-    """No constraint but the range of A, and no prior."""
+    """Only the range of A is constrained, without a prior."""
     return Constraint(np.float64(low), np.float64(high), np.False_, np.False_, np.float64(0.0), np.float64(0.0))
 
 
 def search_cells(log_compute: np.ndarray, midpoint_grid: np.ndarray | None = None, *, coarse: bool = False) -> Cells:
-    """The shapes tried first: midpoints from a twentieth of the least compute to 50 times the most, and the grid's.
+    """The starting shapes: midpoints from a twentieth of the least compute to 50 times the most, and the grid's.
 
     log_compute: [N], padded or not.
     """
@@ -124,7 +124,7 @@ def _linear_part(uu, us, ss, uy, sy, y0, w0, low, high):
     top = uu + known
     right = uy + known * y0
     determinant = top * ss - us * us
-    # A free R0 and A cannot be told apart when the rise is level over the points: A then follows the pull of R0 alone.
+    # A free R0 and A cannot be distinguished if s is constant over the points: A then follows R0's datum only.
     identifiable = determinant > 1e-13 * top * ss
     both = (top * sy - us * right) / jnp.where(identifiable, determinant, 1.0)
     alone = (sy - y0 * us) / jnp.maximum(ss, _TINY)
@@ -136,7 +136,7 @@ def _linear_part(uu, us, ss, uy, sy, y0, w0, low, high):
 
 
 def eliminate(shape, data: Data, low, high):
-    """R0 and A at a shape."""
+    """The best R0 and A at a shape."""
     s = jax.nn.sigmoid(jnp.exp(shape[0]) * (data.log_compute - shape[1]))
     u = 1 - s
     w, y = data.weight, data.reward
@@ -147,17 +147,17 @@ def eliminate(shape, data: Data, low, high):
 
 
 class Quadratic(NamedTuple):
-    """Q at one shape as a function of (R0, A), neither of them cut to its range; every field is a scalar array."""
+    """Q at one shape as a function of (R0, A), without their ranges; every field is a scalar array."""
 
-    initial: jax.Array  # where it is least
+    initial: jax.Array  # R0 and A at the minimum
     asymptote: jax.Array
     squares: jax.Array  # the least Q: of the points, and of R0 to what was measured
     pull: jax.Array
-    h00: jax.Array  # the matrix, and its determinant; 1 and 0 where R0 is exact
+    h00: jax.Array  # the matrix, and its determinant; h00 = 1 and h01 = 0 if R0 is exact
     h01: jax.Array
     h11: jax.Array
     determinant: jax.Array
-    exact: jax.Array  # bool: R0 is
+    exact: jax.Array  # bool: R0 is exact
 
 
 def quadratic(shape, data: Data) -> Quadratic:
@@ -208,7 +208,7 @@ def cell_costs(cells: Cells, data: Data, constraint: Constraint):
 def polish(shape, data: Data, constraint: Constraint, *, steps: int = _STEPS, tolerance: float = 1e-15) -> Solution:
     """Levenberg-Marquardt from a shape [2] to the local minimum of Q.
 
-    It ends after `steps`, or when a step lowers Q by less than `tolerance` of it.
+    It ends after `steps` steps, or when a step lowers Q by less than a share `tolerance`.
     """
     weighted = data.weight > 0
     lowest = jnp.min(jnp.where(weighted, data.log_compute, jnp.inf)) - LOG_COMPUTE_MARGIN
@@ -227,7 +227,7 @@ def polish(shape, data: Data, constraint: Constraint, *, steps: int = _STEPS, to
         b = jnp.where(held[0] | held[1], 0.0, curvature[0, 1])
         determinant = jnp.maximum(a * c - b * b, _TINY)
         move = -jnp.stack([c * slope_free[0] - b * slope_free[1], a * slope_free[1] - b * slope_free[0]]) / determinant
-        move = jnp.clip(jnp.nan_to_num(move), -3.0, 3.0)  # a factor of 20 in B or C_mid is the furthest a step goes
+        move = jnp.clip(jnp.nan_to_num(move), -3.0, 3.0)  # a step changes B or C_mid by at most a factor of 20
         tried = jnp.clip(shape + move, floor, ceiling)
         r, push = jax.linearize(lambda b: residuals(b, data, constraint), tried)
         jacobian = jnp.stack([push(jnp.array([1.0, 0.0])), push(jnp.array([0.0, 1.0]))])
@@ -241,7 +241,7 @@ def polish(shape, data: Data, constraint: Constraint, *, steps: int = _STEPS, to
         done = (count > 0) & (small | level) | (damping > 1e15) | (count >= steps)
         return (*kept, damping, count + 1, done)
 
-    # The first step goes nowhere and is better than infinity: it only evaluates the start.
+    # The first step does not move, and its cost is below infinity: it only evaluates the start.
     shape = jnp.where(fixed, shape, jnp.clip(shape, floor, ceiling))
     nothing = (jnp.asarray(jnp.inf), jnp.zeros(2), jnp.eye(2))
     start = (shape, *nothing, jnp.asarray(1e-2), jnp.asarray(0), jnp.asarray(False))
@@ -261,7 +261,7 @@ def search_from_rows(cells: Cells, data: Data, constraint: Constraint, rows: int
 
 
 def search_from_best(cells: Cells, data: Data, constraint: Constraint, also: jax.Array) -> Solution:
-    """The minimum reached from the better of the best cell and the shape `also` [2]: what many data sets can afford."""
+    """The minimum reached from the better of the best cell and the shape `also` [2]; cheap for many data sets."""
     costs = cell_costs(cells, data, constraint)
     best = jnp.argmin(costs)
     r = residuals(also, data, constraint)

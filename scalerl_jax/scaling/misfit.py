@@ -1,14 +1,14 @@
-"""Whether a law describes the points, the best of them all (family.py): an interval of A says nothing where none does.
+"""Tests whether the best law (family.py) describes the points; if none does, an interval of A has no meaning.
 
     runs   the residuals' signs change too seldom (Wald and Wolfowitz 1940; 1 %)
-    end    the mean of the last fifth of the points, three at least, is more than 3 standard errors off the curve
+    end    the mean of the last fifth of the points, at least three, is more than 3 standard errors off the curve
 
-A fit follows its points, so its residuals change their signs more often, and end nearer, than those of the true curve:
-both are rarer than they say where the law holds. The noise is what the counts tell; without counts, half the
-mean square of the difference of neighbouring residuals, which a slow drift hardly moves.
+A fit follows its points, so its residuals change their signs more often, and end nearer to 0, than those of the true
+curve: if the law holds, both tests fail less often than their nominal levels. The noise is that of the counts; without
+counts, half the mean square of the difference of neighbouring residuals, which a slow drift hardly changes.
 
-Near 0 and 1 the counts of one evaluation tell too little noise (all have passed), so what the curve makes of it counts
-where it is more; and a score that can only be on one side of the curve has no sign.
+Near 0 and 1 the counts of one evaluation understate the noise (all have passed), so the noise implied by the curve is
+used if it is larger; and a score that can only be on one side of the curve has no sign.
 """
 
 import numpy as np
@@ -16,21 +16,21 @@ import scipy.special
 
 from scalerl_jax.scaling.points import Points
 
-FEWEST = 8  # points; of fewer nothing is said
+FEWEST = 8  # points; with fewer there is no test
 _ALPHA = 0.01
 _SURE = 3.0
-_END = 5  # one point in so many is at the end
-_FEW = 5.0  # completions that the curve expects to be the exception, where the counts tell too little noise
+_END = 5  # one point in so many belongs to the end
+_FEW = 5.0  # expected completions of the rarer outcome below which the counts understate the noise
 
 
 def find_misfit(points: Points, curve: np.ndarray) -> str:
-    """Why no law describes the points, "" if nothing says so. curve: [N] of the best law, at the points."""
+    """Why no law describes the points, or "" without evidence. curve: [N] of the best law, at the points."""
     if len(points.compute) < FEWEST:
         return ""
     order = np.argsort(points.compute, kind="stable")
     curve = curve[order]
     residual = points.reward[order] - curve
-    margin = np.minimum(curve, 1 - curve)  # to the nearer end of all scores
+    margin = np.minimum(curve, 1 - curve)  # distance to the nearer of 0 and 1
     if points.counts is not None:
         total = points.counts.total[order]
         expected = np.where(total * margin < _FEW, curve * (1 - curve) / total, 0.0)
@@ -52,7 +52,7 @@ def find_misfit(points: Points, curve: np.ndarray) -> str:
 
 
 def runs_probability(above: int, below: int, runs: int) -> float:
-    """The chance of at most `runs` runs of one sign in a random order of so many signs."""
+    """The probability of at most `runs` runs of equal sign in a random order of so many signs."""
     if above == 0 or below == 0:
         return 1.0 if above + below < FEWEST else 2.0 ** (1 - above - below)
     half = np.arange(1, runs // 2 + 1)  # runs of the sign that comes first, at an even and an odd number of them
@@ -65,7 +65,7 @@ def runs_probability(above: int, below: int, runs: int) -> float:
 
 
 def _ways(signs: int, runs: np.ndarray | int) -> np.ndarray:
-    """The logarithm of C(signs - 1, runs - 1), the ways in which equal signs make so many runs; -inf for none."""
+    """The logarithm of C(signs - 1, runs - 1), the ways to split equal signs into so many runs; -inf for none."""
     runs = np.asarray(runs)
     fits = runs <= signs
     runs = np.where(fits, runs, 1)

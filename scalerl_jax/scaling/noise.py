@@ -1,13 +1,13 @@
-"""How far an evaluation's score can be from the policy's true one: from the passes counted, or from the scatter.
+"""The noise of an evaluation's score around the policy's true score, from pass counts or from the scatter.
 
 With the passes of every prompt, the sampling noise of a score on *these* prompts is known: each prompt contributes
-p (1 - p) / (G - 1), without bias. With totals only, R (1 - R) / N is an upper bound, for how much the prompts differ is
-not known (prompts that always or never pass are free of noise). Without counts only the residuals tell. In all three
-cases the residuals are heard: the noise variance is the counts' times a dispersion
+p (1 - p) / (G - 1), without bias. With totals only, R (1 - R) / N is an upper bound, since the differences between
+prompts are not known (prompts that always or never pass have no noise). Without counts only the residuals are used. In
+all three cases the residuals contribute: the noise variance is that of the counts times a dispersion
 
     phi = (nu_0 + Q / variance) / (nu_0 + degrees of freedom)
 
-i.e. the counts' statement is believed as if it came from nu_0 residuals, and intervals use Student's t with both.
+i.e. the counts weigh as much as nu_0 residuals, and intervals use Student's t with both.
 """
 
 import dataclasses
@@ -43,9 +43,9 @@ class Counts:
         return np.sum(self.passes / np.where(asked, self.trials, 1), axis=1) / asked.sum(axis=1)
 
     def variance(self) -> np.ndarray:
-        """Of the score of each evaluation with the prompts held fixed, [N], above 0."""
+        """Variance of the score of each evaluation with fixed prompts, [N], above 0."""
         total = self.total
-        # Never 0, also when all passed: the rule of succession gives what N trials without a failure still allow.
+        # Never 0, even if all passed: the rule of succession bounds what N trials without a failure still allow.
         shrunk = (self.passes.sum(axis=1) + 1) / (total + 2)
         floor = shrunk * (1 - shrunk) / total
         if not self.per_prompt:
@@ -60,7 +60,7 @@ class Counts:
 def read_counts(counts, points: int) -> Counts | None:
     """Accepts (passes, trials), each [N] or [N, prompts] (trials also a number), or an array [N, 2].
 
-    Raises ValueError naming the row where passes and trials do not go together.
+    Raises ValueError naming the row where passes and trials are inconsistent.
     """
     if counts is None or isinstance(counts, Counts):
         return counts

@@ -1,16 +1,16 @@
 """The paper's fit: a grid over the asymptote and the midpoint, the exponent by least squares in every cell.
 
-In each cell (A, C_mid), B starts at 1 and is moved by the method that `scipy.optimize.curve_fit` uses without bounds:
+In each cell (A, C_mid), B starts at 1 and is changed by the method that `scipy.optimize.curve_fit` uses without bounds:
 MINPACK's Levenberg-Marquardt with its trust region and its stopping rules. A cell can have several local minima, so to
-agree with SciPy cell by cell the same path is walked; with one parameter the method's inner problem has a closed form,
-and all cells walk at once.
+agree with SciPy in every cell the same path is followed; with one parameter the method's inner problem has a closed
+form, and all cells are computed at once.
 
     x_i = ln C_i - ln C_mid              s_i = sigmoid(B x_i)
     r_i = y_i - R0 - (A - R0) s_i        j_i = (A - R0) x_i s_i (1 - s_i)
 
-MINPACK takes j from differences of the curve. Where the curve is level to the last bits of a float64, on the plateau of
-a midpoint far from the data, those bits decide whether it stops there or walks back. No other program can follow such a
-walk, so the cells that come upon one (about 1 in 100) are handed to MINPACK itself.
+MINPACK computes j from differences of the curve. If the curve is constant to the last bits of a float64, on the plateau
+of a midpoint far from the data, these bits decide whether it stops there or turns back. No other program can reproduce
+such a path, so cells with one (about 1 in 100) are handed to MINPACK itself.
 
 Legend: N points, K cells.
 """
@@ -31,10 +31,10 @@ _TOLERANCE = 1.49012e-8  # ftol and xtol of scipy.optimize.leastsq
 _TRUST = 100.0  # its `factor`: the first trust region, in units of the start
 _EVALUATIONS = 400  # curve_fit's limit for one parameter
 _EPSILON = float(np.finfo(np.float64).eps)
-_DOUBT = 1e-2  # relative error of MINPACK's j from which on its walk is not followed
+_DOUBT = 1e-2  # relative error of MINPACK's j above which its path is not reproduced
 _TINY = float(np.finfo(np.float64).tiny)
 _FIRST_ROUND = 8  # steps that all cells take together; most have ended by then
-_POCKET = 1024  # cells that go on are gathered into pockets of this many
+_POCKET = 1024  # the remaining cells are gathered into pockets of this many
 
 
 class _Cells(NamedTuple):
@@ -52,7 +52,7 @@ class _Cells(NamedTuple):
     evaluations: jax.Array
     first: jax.Array  # no step taken yet
     ended: jax.Array
-    handed_over: jax.Array  # ended for MINPACK to walk
+    handed_over: jax.Array  # ended here, to be computed by MINPACK
 
 
 def _sums(exponent, log_midpoint, gain, log_compute, reward, weight, initial_reward):
@@ -71,7 +71,7 @@ def _sums(exponent, log_midpoint, gain, log_compute, reward, weight, initial_rew
 
 
 def _doubtful(exponent, curvature, gain, points):
-    """Where differences tell j no better than to _DOUBT: scores below 1 have steps of eps, and h is sqrt(eps) |B|."""
+    """Where differences give j no better than to _DOUBT: scores below 1 have steps of eps, and h is sqrt(eps) |B|."""
     error = _EPSILON * jnp.sum(points[2]) / jnp.where(exponent == 0, 1.0, exponent) ** 2  # sum of w (eps / h)^2
     return (curvature * _DOUBT**2 <= error) & (gain != 0)
 
@@ -144,7 +144,7 @@ def _step(cells: _Cells, points) -> _Cells:
 
 @functools.partial(jax.jit, static_argnames=("pocket",))
 def _walk(points, log_midpoint, gain, pocket):
-    """The end of the walk from B = 1 in every cell: exponent, ssr and handed_over, each [K]."""
+    """The end of the path from B = 1 in every cell: exponent, ssr and handed_over, each [K]."""
     start = jnp.ones_like(gain)
     ssr, curvature, slope = _sums(start, log_midpoint, gain, *points)
     scale = jnp.where(curvature == 0, 1.0, jnp.sqrt(curvature))
@@ -178,16 +178,16 @@ def _walk(points, log_midpoint, gain, pocket):
 
 
 def _minpack(compute, reward, root_weight, initial_reward: float, asymptote: float, midpoint: float):
-    """Exponent and ssr of one cell as curve_fit(law, compute, reward, sigma=1 / root_weight) has them."""
-    from scipy.optimize import leastsq  # a third of a second to import, and for this grid alone
+    """Exponent and ssr of one cell, as by curve_fit(law, compute, reward, sigma=1 / root_weight)."""
+    from scipy.optimize import leastsq  # a third of a second to import, and only for this grid
 
     def residuals(exponent):
         law = initial_reward + (asymptote - initial_reward) / (1 + (midpoint / compute) ** exponent)
         return root_weight * (law - reward)
 
-    with np.errstate(all="ignore"):  # a step may go where the power is infinite
+    with np.errstate(all="ignore"):  # a step may make the power infinite
         (exponent,), _, found, _, why = leastsq(residuals, 1.0, full_output=True)
-    # curve_fit raises where the limit of evaluations or of precision ended the walk.
+    # curve_fit raises if the limit of evaluations or of precision ended the path.
     return (exponent, found["fvec"] @ found["fvec"]) if why in (1, 2, 3, 4) else (np.nan, np.nan)
 
 
@@ -227,7 +227,7 @@ def fit_cells(
 
 
 def best_cell(grid: PaperGrid) -> tuple[int, int] | None:
-    """The cell of the lowest sum of squares among those with B > 0; None if there is none."""
+    """The cell with the lowest sum of squares among those with B > 0; None if there is none."""
     ssr = np.where(grid.exponent > 0, grid.ssr, np.inf)
     row, column = np.unravel_index(np.argmin(ssr), ssr.shape)
     return (int(row), int(column)) if np.isfinite(ssr[row, column]) else None

@@ -1,4 +1,4 @@
-"""Curves as pictures: evaluations used and held out, the fitted curve, its band and its asymptote.
+"""Plots of curves: evaluations used and held out, the fitted curve, its band and its asymptote.
 
 Drawn with matplotlib's Figure directly, without pyplot: no global state, no display, safe in a trainer's process. Files
 are written whole or not at all.
@@ -21,7 +21,7 @@ from scalerl_jax.scaling.statement import LEVEL, PERCENT
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system.files import write_whole
 
-# Okabe and Ito's colours: told apart by colour-blind readers, and in grey by their lightness.
+# Okabe and Ito's colours: distinct for colour-blind readers, and in grey by their lightness.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A800")
 _INK = "#222222"
 _CAPTION = 110  # characters of a line
@@ -36,7 +36,7 @@ def write_figure(figure: Figure, path: str) -> None:
 
 
 def style_axes(axes, *, x_label: str, y_label: str) -> None:
-    """The look that all our plots share."""
+    """Applies the common style of all plots."""
     axes.set_xlabel(x_label, color=_INK)
     axes.set_ylabel(y_label, color=_INK)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -50,7 +50,7 @@ def style_axes(axes, *, x_label: str, y_label: str) -> None:
 
 
 def write_beside(axes, text: str, place, offset: tuple[float, float], colour: str, *, size: float = 9, **how) -> None:
-    """A word so many typographical points away from a place."""
+    """Writes a text at an offset, in typographical points, from a place."""
     axes.annotate(text, place, xytext=offset, textcoords="offset points", color=colour, fontsize=size, **how)
 
 
@@ -68,9 +68,9 @@ def log_compute_axis(axes, x: np.ndarray, ticks_at: Sequence[float] = (1, 2, 5))
 
 
 def plot_forecast(result: Backtest, path: str, *, axis: str, y_label: str, more: str = "") -> None:
-    """curve.png of a run: what was measured, and what its first half said. The compute axis is linear, 0 included.
+    """curve.png of a run: the measurements, and the forecast from its first half. The compute axis is linear from 0.
 
-    axis: what the compute is; more: a line below what the forecast says.
+    axis: name of the compute; more: a line below the forecast's text.
     """
     figure = Figure(figsize=(8, 5.2), layout="constrained")
     axes = figure.subplots()
@@ -109,12 +109,12 @@ def plot_forecast(result: Backtest, path: str, *, axis: str, y_label: str, more:
     write_figure(figure, path)
 
 
-_TOGETHER = 3  # more runs than this hide each other: then each has a panel of its own
+_TOGETHER = 3  # more runs would hide each other: then each has its own panel
 _PANEL = (2.7, 2.1)  # inches
 
 
 def plot_fits(curves: Sequence[Run], *, x_label: str, y_label: str) -> Figure:
-    """Runs with their curves over a logarithmic compute axis, up to twice the compute that there is.
+    """Runs with their curves over a logarithmic compute axis, up to twice the largest compute.
 
     Up to three runs share one picture; more are drawn as panels with one scale, each before the curves of the others.
     """
@@ -172,7 +172,7 @@ def _panels(curves: Sequence[Run], x: np.ndarray, *, x_label: str, y_label: str)
             fontsize=8, color=COLOURS[0], path_effects=[withStroke(linewidth=2.5, foreground="white")], zorder=5,
         )  # fmt: skip
         if index + columns >= len(curves):
-            axes.xaxis.set_tick_params(labelbottom=True)  # the lowest of its column, also where the last row is short
+            axes.xaxis.set_tick_params(labelbottom=True)  # the lowest of its column, even if the last row is short
     scores = np.concatenate([*(one.reward for one in curves), *predicted])
     margin = 0.06 * (scores.max() - scores.min())
     grid[0, 0].set_ylim(scores.min() - margin, scores.max() + margin)
@@ -201,7 +201,7 @@ def _draw_run(
         axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0, label=band_label)
         axes.plot(x, one.fit.predict(x), color=colour, linewidth=1.5, label=label, zorder=3)
         axes.axhline(one.fit.asymptote, color=colour, linewidth=1, linestyle=(0, (1, 2)))
-    elif label is not None:  # there is no curve to draw; the points are
+    elif label is not None:  # no curve, only points
         axes.plot([], [], color=colour, linewidth=1.5, label=label)
     points_colour = points_colour or colour
     used = one.fit.used

@@ -1,16 +1,16 @@
-"""The evaluations of a run as a fit wants them: checked, cut to the window, with R0 and the noise set apart.
+"""Prepares the evaluations of a run for a fit: checks them, cuts them to the window, separates R0 and the noise.
 
-Many evaluations as few: means of neighbours in compute, as heavy as the rows behind them.
+Very many evaluations are binned: replaced by means of neighbours in compute, weighted by their number of rows.
 
-A fit computes with [shapes, points] numbers at once, and a million rows tell it no more than a thousand means of them.
-So above MOST_POINTS rows are put together, runs apart:
+A fit computes with [shapes, points] numbers at once, and a million rows contain no more information for it than a
+thousand means of them. So more than MOST_POINTS rows are binned, each run separately:
 
-    edges    half of them even in ln C (so that a bin is narrow where the curve bends), half even in the number of rows
+    edges    half evenly spaced in ln C (so that bins are narrow where the curve bends), half in the number of rows
     place    mean of ln C, weighted as the score
-    score    mean, weighted by trials where there are some; passes and trials are summed, prompt by prompt
-    weight   the number of rows, or the trials; what the rows scatter around their mean is kept for the noise
+    score    mean, weighted by trials if there are any; passes and trials are summed, prompt by prompt
+    weight   the number of rows, or the trials; the scatter of the rows around their mean is kept for the noise
 
-A bin is at most 1/512 of the range of ln C wide: what the law bends within it is far below what its rows scatter.
+A bin is at most 1/512 of the range of ln C wide: the law's curvature within it is far below the scatter of its rows.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ import numpy as np
 
 from scalerl_jax.scaling import noise
 
-MOST_POINTS = 2000  # rows up to which nothing is put together
-_BINS = 1024  # at most, of all runs together; of a run at least _LEAST
+MOST_POINTS = 2000  # rows above which points are binned
+_BINS = 1024  # at most, for all runs together; for one run at least _LEAST
 _LEAST = 8
 
 
@@ -29,17 +29,17 @@ class Bins:
     """M bins of N rows, by run and compute."""
 
     of_row: np.ndarray  # [N] int, 0 to M - 1
-    rows: np.ndarray  # [M] how many there are in each
+    rows: np.ndarray  # [M] number in each bin
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """Of values [N] or [N, columns], bin by bin."""
+        """Sums of values [N] or [N, columns] over each bin."""
         if values.ndim == 1:
             return np.bincount(self.of_row, values, minlength=len(self.rows))
         return np.stack([self.sums(column) for column in values.T], axis=1)
 
 
 def make_bins(compute: np.ndarray, run: np.ndarray) -> Bins:
-    """compute [N] above 0; run [N] int, which run each row is of."""
+    """Makes bins. compute [N] above 0; run [N] int, the run of each row."""
     log_compute = np.log(compute)
     each = max(_LEAST, _BINS // (int(run.max()) + 1))
     even = np.linspace(log_compute.min(), log_compute.max(), each // 2 + 1)
@@ -51,7 +51,7 @@ def make_bins(compute: np.ndarray, run: np.ndarray) -> Bins:
 
 
 def thinned(compute: np.ndarray, reward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most so many points as can be seen in a picture: themselves, or means of neighbours. compute [N] above 0."""
+    """At most as many points as are visible in a plot: the points, or means of neighbours. compute [N] above 0."""
     if len(compute) <= MOST_POINTS:
         return compute, reward
     bins = make_bins(compute, np.zeros(len(compute), int))
@@ -63,57 +63,58 @@ LEAST_VARIANCE = 1e-8  # of a score: 1e-4 is below what any evaluation resolves
 
 
 class TooFewPoints(ValueError):
-    """What is left in the window is not enough for the law; more evaluations would be."""
+    """The window has too few points for the law; more evaluations would help."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Points:
-    """N points used, all of compute above 0, and what is known of R0. A point is a row, or a bin of them."""
+    """N points used, all with compute above 0, and the data on R0. A point is a row, or a bin of rows."""
 
     compute: np.ndarray  # [N]
     reward: np.ndarray  # [N]
-    counts: noise.Counts | None  # rows as the points'
-    run: np.ndarray  # [N] int, which run each point is of
+    counts: noise.Counts | None  # one row for each point
+    run: np.ndarray  # [N] int, the run of each point
     used: np.ndarray  # [given] bool
     initial: float  # R0: given, or the mean of the rows at compute 0
     initial_mode: str  # exact: given as a number | measured: the rows at 0, held fixed | free: fitted
     initial_rows: int  # rows at compute 0
     initial_counts: noise.Counts | None  # of those rows
     most: float  # compute of the last row used
-    binned: np.ndarray | None = None  # [N] rows behind each point, where there were too many (py)
+    binned: np.ndarray | None = None  # [N] rows in each point, if binned
     scatter: float = 0.0  # sum of squares of the rows around the means of their bins, times trials_weight
 
     @property
     def rows(self) -> np.ndarray:
-        """[N] behind each point."""
+        """[N] number of rows in each point."""
         return np.ones(len(self.compute)) if self.binned is None else self.binned.astype(np.float64)
 
     @property
     def _mean_trials(self) -> float:
-        """Of a row."""
+        """Mean trials of a row."""
         assert self.counts is not None
         return float(self.counts.total.sum() / self.rows.sum())
 
     @property
     def trials_weight(self) -> np.ndarray:
-        """[N] of mean 1 a row: trials over their mean; equal evaluations all weigh 1, as in the paper."""
+        """[N] weights: trials over their mean per row; equal evaluations all weigh 1, as in the paper."""
         return self.rows if self.counts is None else self.counts.total / self._mean_trials
 
     @property
     def initial_trials_weight(self) -> float:
-        """Of the rows at compute 0 on the scale of trials_weight."""
+        """Weight of the rows at compute 0 on the scale of trials_weight."""
         if self.counts is None or self.initial_counts is None:
             return float(self.initial_rows)
         return float(self.initial_counts.total.sum() / self._mean_trials)
 
     @property
     def variance(self) -> np.ndarray:
-        """[N] of the scores with the prompts fixed; that of a row is 1 without counts."""
+        """[N] variance of the scores with fixed prompts; without counts that of a row is 1."""
         return 1 / self.rows if self.counts is None else self.counts.variance()
 
     @property
     def noise_variance(self) -> np.ndarray:
-        """[N] of the scores in their own units; without counts by what neighbours differ, which a law hardly moves."""
+        """[N] variance of the scores in their own units; without counts from differences of neighbours, which hardly
+        depend on the law."""
         if self.counts is not None:
             return self.counts.variance()
         reward = self.reward[np.argsort(self.compute, kind="stable")]
@@ -122,7 +123,7 @@ class Points:
 
     @property
     def initial_variance(self) -> float:
-        """Of the measured R0 on the same scale: 0 if it is exact, infinite if nothing was measured."""
+        """Variance of the measured R0 on the same scale: 0 if R0 is exact, infinite if it was not measured."""
         if self.initial_mode == "exact":
             return 0.0
         if not self.initial_rows:
@@ -133,7 +134,7 @@ class Points:
 
     @property
     def belief(self) -> float:
-        """How many residuals the counts' statement of the noise is worth."""
+        """The number of residuals that the counts' information on the noise is worth."""
         if self.counts is None:
             return 0.0
         return noise.BELIEF_PROMPTS if self.counts.per_prompt else noise.BELIEF_TOTALS
@@ -147,15 +148,15 @@ class Points:
 
     @property
     def inner_squares(self) -> float:
-        """What the rows of bins add to the sum of squares whose weights are 1 / variance.
+        """The contribution of the rows within bins to the sum of squares with weights 1 / variance.
 
-        With counts nothing: these tell of the noise, and the bins' scores are as many residuals as are needed.
+        0 with counts: these give the noise, and the bins' scores are enough residuals.
         """
         return self.scatter if self.counts is None else 0.0
 
     def split(self, until: float) -> "tuple[Points, Points]":
-        """Those of compute up to `until`, and those beyond. Raises TooFewPoints where the first are too few for a law,
-        or there are no others."""
+        """The points with compute up to `until`, and the later ones. Raises TooFewPoints if the first are too few for a
+        law, or there are no later ones."""
         early = self.compute <= until
         if len(np.unique(self.compute[early])) < PARAMETERS or early.all():
             raise TooFewPoints(f"{early.sum()} points up to {until:g} of {len(early)}")
@@ -175,7 +176,7 @@ class Points:
 
 
 def check_points(compute, reward, *, initial_reward, burn_in, fit_until, counts, run) -> Points:
-    """Arguments as of fit_sigmoid. Raises ValueError that names the row (from 0) or the argument."""
+    """Arguments as in fit_sigmoid. Raises ValueError that names the row (from 0) or the argument."""
     compute = np.asarray(compute, np.float64)
     reward = np.asarray(reward, np.float64)
     if compute.ndim != 1 or compute.shape != reward.shape:

@@ -1,13 +1,13 @@
-"""Profile likelihood: for each value of one parameter, the best that the others can do.
+"""Profile likelihood: for each value of one parameter, the best fit over the others.
 
 With Q the weighted sum of squares (weights 1 / variance) and phi the dispersion (noise.py), the interval of A is
 
     { A : min over the others of Q - min Q  <=  phi * F(level; 1, nu_0 + degrees of freedom) }
 
-and likewise for B and C_mid. A step-0 score that was measured is a datum like the others: R0 moves with the rest.
-Unlike a standard error, the interval is lopsided where the data are, reaches 1 where they do not close A, and is open
-(0 or infinity) where they do not bound B or C_mid. The band is the same set seen on the curve: at each compute, the
-lowest and the highest score over all curves whose Q is within the threshold.
+and likewise for B and C_mid. A measured step-0 score is a datum like the others: R0 varies with the rest. Unlike a
+standard error, the interval is asymmetric if the data are, reaches 1 if they do not bound A, and is open (0 or
+infinity) if they do not bound B or C_mid. The band is the same set seen on the curve: at each compute, the lowest and
+the highest score over all curves whose Q is within the threshold.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from scalerl_jax.scaling.law import double_precision
 from scalerl_jax.scaling.least_squares import Cells, Constraint, Data, Solution
 from scalerl_jax.scaling.points import Points
 
-LEVEL = 0.95  # of the intervals that a fit comes with
+LEVEL = 0.95  # of a fit's default intervals
 PARAMETERS = ("asymptote", "exponent", "midpoint")
 LOG_EXPONENT_RANGE = (np.log(0.02), np.log(200.0))  # an interval of B that reaches an end is open there
-LOG_COMPUTE_RANGE = 7.0  # an interval of C_mid is open that far beyond the data, in ln C
-_UNLIMITED = 1e12  # a rise of Q, which an infinite one would make NaN
+LOG_COMPUTE_RANGE = 7.0  # an interval of C_mid that reaches so far beyond the data is open, in ln C
+_UNLIMITED = 1e12  # a practically unlimited rise of Q; infinity would give NaN
 _BISECTIONS = 16
-_STEPS = 15  # of the search at each value; the next value goes on from there
+_STEPS = 15  # of the search at each value; the next value starts from its result
 _BAND_CELLS = 64  # per axis
 _BAND_BATCH = 256  # of these cells at a time
 
@@ -44,14 +44,14 @@ class Profile(NamedTuple):
 
 
 def threshold(level: float, dispersion: float, degrees: float) -> float:
-    """How far Q may rise; as good as infinite without degrees of freedom."""
+    """The allowed rise of Q; practically unlimited without degrees of freedom."""
     if degrees <= 0:
         return _UNLIMITED
     return min(dispersion * float(scipy.special.fdtri(1, degrees, level)), _UNLIMITED)
 
 
 def around(value: float, *intervals: tuple[float, float]) -> tuple[float, float]:
-    """From the lowest end to the highest, a value included."""
+    """The union of intervals and a value: from the lowest end to the highest."""
     lows, highs = zip(*intervals)
     return min(value, *lows), max(value, *highs)
 
@@ -69,7 +69,7 @@ def _pinned(which, value, start, cells: Cells, data: Data, free: Constraint) -> 
         first = jnp.where(which == 1, value, shape[..., 0])
         return jnp.stack([first, jnp.where(which == 2, value, shape[..., 1])], axis=-1)
 
-    # A cell away from the held value says little of the cells at it: only the nearest row or column is looked at.
+    # Cells away from the held value are of little use: only the nearest row or column is used.
     costs = least_squares.cell_costs(cells, data, constraint)
     column = jnp.where(which == 2, 1, 0)
     distance = jnp.abs(cells.shape[:, column] - value)
@@ -94,7 +94,7 @@ def _endpoint(which, side, best: Solution, rise, cells: Cells, data: Data, free:
     def halve(i, state):
         within, beyond, excess_within, excess_beyond, shape = state
         share = jnp.clip(excess_within / (excess_within - excess_beyond), 0.05, 0.95)
-        share = jnp.where(i % 3 == 2, 0.5, share)  # false position, with a plain bisection now and then
+        share = jnp.where(i % 3 == 2, 0.5, share)  # false position, with a bisection every third step
         value = jnp.where(i == 0, limit, within + share * (beyond - within))
         found, shape_there = excess(value, shape)
         holds = found <= 0
@@ -129,7 +129,7 @@ def band(log_compute, shapes, data: Data, constraint: Constraint, best: Solution
 
     def of_shape(shape):
         t = jax.nn.sigmoid(jnp.exp(shape[0]) * (log_compute - shape[1]))  # [M]
-        # The quadratic of (R0, A) at this shape: its minimum, and how far a prediction can go for the rise left.
+        # The quadratic of (R0, A) at this shape: its minimum, and the range of a prediction for the remaining rise.
         q = least_squares.quadratic(shape, data)
         prior = constraint.prior_precision * (shape[0] - constraint.prior_mean) ** 2
         left = rise + best.cost - q.squares - q.pull - prior
@@ -141,7 +141,7 @@ def band(log_compute, shapes, data: Data, constraint: Constraint, best: Solution
         high = jnp.where(left >= 0, jnp.clip(centre + reach, floor, ceiling), -jnp.inf)
         return low, high
 
-    # A few shapes at a time: all of them with all points are gigabytes.
+    # A few shapes at a time: all shapes with all points would need gigabytes.
     low, high = jax.lax.map(of_shape, shapes, batch_size=_BAND_BATCH)
     t = jax.nn.sigmoid(jnp.exp(best.shape[0]) * (log_compute - best.shape[1]))
     curve = best.initial_reward * (1 - t) + best.asymptote * t
@@ -156,28 +156,28 @@ def band_shapes(found: Profile) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class FitState:
-    """What intervals and bands are computed from."""
+    """The data for intervals and bands."""
 
     points: Points
     data: Data  # weights 1 / variance
     constraint: Constraint
     found: Profile  # at LEVEL
-    degrees: float  # of freedom of the t that intervals use, the counts' included
+    degrees: float  # of freedom of the intervals' Student's t, the counts' included
     dispersion: float
 
     def rise(self, level: float) -> float:
-        """How far Q may rise within an interval of this level."""
+        """The allowed rise of Q within an interval of this level."""
         return threshold(level, self.dispersion, self.degrees)
 
     def intervals(self, level: float, estimate) -> dict[str, tuple[float, float]]:
-        """Of each parameter but R0. estimate: A, B, C_mid, which are inside."""
+        """The interval of each parameter except R0. estimate: A, B, C_mid, which the intervals contain."""
         best, rise = self.found.best, self.rise(level)
         found = self.found if level == LEVEL else _profile(best, self.data, self.constraint, rise)
         return read_intervals(found, estimate)
 
 
 def likelihood_data(points: Points) -> Data:
-    """Weights 1 / variance, and R0 free within what its own evaluation allows."""
+    """Data with weights 1 / variance, and R0 free but weighted by its own evaluation."""
     variance = points.initial_variance
     return least_squares.make_data(
         points.compute,
@@ -189,7 +189,7 @@ def likelihood_data(points: Points) -> Data:
 
 
 def likelihood(points: Points, cells, constraint: Constraint | None = None, *, held: int = 0) -> FitState:
-    """Profile intervals, and the dispersion of the noise. held: so many parameters a constraint does not let move."""
+    """Profile intervals, and the dispersion of the noise. held: number of parameters fixed by the constraint."""
     data = likelihood_data(points)
     constraint = constraint or least_squares.free()
     degrees = points.degrees + points.belief + held
@@ -210,7 +210,7 @@ def _profile(best: Solution, data: Data, constraint, rise: float) -> Profile:
 
 
 def read_intervals(found: Profile, estimate) -> dict[str, tuple[float, float]]:
-    """Intervals in the parameters' own units, 0 or infinity where the data leave them open, the estimate inside."""
+    """Intervals in the parameters' own units, 0 or infinity where open; they contain the estimate."""
     low = np.array([found.low[0], *np.where(found.open_low[1:], 0.0, np.exp(found.low[1:]))])
     high = np.array([found.high[0], *np.where(found.open_high[1:], np.inf, np.exp(found.high[1:]))])
     return {

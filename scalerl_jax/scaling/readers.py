@@ -1,12 +1,12 @@
-"""Runs out of tables: which rows are whose, what each was evaluated at, in order of compute.
+"""Reads runs from tables: assigns rows to runs, and orders each run's evaluations by compute.
 
     rows without a score     metrics not logged at that step: left out
-    NaN                      left out, and said how many
-    rows out of order        sorted, and said
+    NaN                      left out, and their number reported
+    rows out of order        sorted, and reported
     repeated compute         --duplicates: "last" of them, their "mean", or an error that says which it looks like
 
-Anything else that is no number is the user's mistake, and is said with file and row. A run folder of ours (it holds
-evals.jsonl) brings its counts along; the log of transformers' trainers is read by its steps.
+Anything else that is no number is the user's mistake, and is reported with file and row. A run folder (with
+evals.jsonl) also contains the counts; the log of transformers' trainers is read by its steps.
 """
 
 import dataclasses
@@ -23,17 +23,17 @@ from scalerl_jax.scaling.noise import Counts
 from scalerl_jax.scaling.tables import RUN_FOLDER_FILE, TRAINER_STATE_FILE, InputError, Table, read_table
 from scalerl_jax.scaling.units import TYPICAL_HOURS, typical_hours
 
-RUN_FOLDER_X = TYPICAL_HOURS  # work, which is the same however busy the machine is
+RUN_FOLDER_X = TYPICAL_HOURS  # a measure of work that does not depend on how busy the machine is
 RUN_FOLDER_HOURS = "device_hours"
 RUN_FOLDER_Y = "pass_rate"
-_TIMES = ("time", "_timestamp", "timestamp", "wall_time", "Wall time")  # columns that tell when a row was written
+_TIMES = ("time", "_timestamp", "timestamp", "wall_time", "Wall time")  # columns with a row's time
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluations:
-    """One run as it was read: N rows with both x and y in order of x, compute in the file's unit, y as it stands there.
+    """One run as read: N rows with both x and y, in order of x, both in the file's units.
 
-    remarks: what was done to the rows, a line each.
+    remarks: changes made to the rows, a line each.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Evaluations:
     rows: np.ndarray  # [N] of the table
     remarks: tuple[str, ...]
     task: str = ""
-    hours: float | None = None  # device-hours up to the last row, of a run folder by RUN_FOLDER_X
+    hours: float | None = None  # device-hours up to the last row, for a run folder with x = RUN_FOLDER_X
 
     @property
     def source(self) -> str:
         return self.table.source
 
     def place(self, at: int) -> str:
-        """Where a row stands, for messages."""
+        """The place of a row, for messages."""
         return self.table.place(int(self.rows[at]))
 
 
@@ -75,7 +75,7 @@ class _Columns:
         return self._made[name]
 
     def compute(self, x: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As `get`, of the axis x, for rows [M] of one run."""
+        """As `get`, for the axis x and rows [M] of one run."""
         if x != TYPICAL_HOURS:
             return self.get(x)
         (step, of_step), (hours, of_hours) = map(self.get, _made_of(x))
@@ -94,7 +94,7 @@ class _Columns:
 
 
 def _made_of(x: str) -> tuple[str, ...]:
-    """The columns of a table that make an axis."""
+    """The columns of a table that an axis is computed from."""
     return ("step", RUN_FOLDER_HOURS) if x == TYPICAL_HOURS else (x,)
 
 
@@ -126,8 +126,8 @@ def read_runs(
     """One Evaluations for each run and seed, in the order of the files. Raises InputError.
 
     x, y: columns; None is allowed for run folders only (and x for trainer_state.json). run_column, seed_column: columns
-    that tell runs, and seeds of a run, apart within a file. seeds_by_folder: files of one folder are seeds of one run,
-    which is named by the folder. passes_column, trials_column: counts of each row. task_column: of a run's task.
+    that distinguish runs, and seeds of a run, within a file. seeds_by_folder: files of one folder are seeds of one run,
+    which is named after the folder. passes_column, trials_column: counts of each row. task_column: a run's task.
     duplicates: error | last | mean. parts_too: of the run folder of a mixture also the curve of each environment, as
     RUN/NAME.
     """
@@ -153,7 +153,7 @@ def read_runs(
         wide = [c for c in table.columns if c.endswith(f" - {y_here}")]
         every, counts = np.arange(len(table)), None
         if wide and y_here not in table.columns:
-            # The table that the charts of Weights & Biases export: one column for each run, "RUN - METRIC".
+            # A table exported from a chart of Weights & Biases: one column for each run, "RUN - METRIC".
             for column in _made_of(x_here):
                 _require(table, column, "x")
             for column in wide:
@@ -187,7 +187,7 @@ def read_runs(
             one = _one_run(columns, chosen, x_here, score, of_run, of_seed, counted, duplicates)
             task = table.cells[task_column][int(one.rows[0])] if task_column is not None else ""
             runs.append(dataclasses.replace(one, task=str(task)))
-        table.cells.clear()  # they have become numbers; the table goes on to say where rows stand
+        table.cells.clear()  # they are converted; the table is only needed for the places of rows
     return runs
 
 
@@ -211,13 +211,13 @@ def _by_label(
 
 
 def _label(path: str, seeds_by_folder: bool) -> tuple[str, str]:
-    """Run and seed of a file by its place."""
+    """Run and seed of a file, from its path."""
     whole = os.path.abspath(path)
     if tfevents.is_event_file(whole) or os.path.basename(whole) in (RUN_FOLDER_FILE, TRAINER_STATE_FILE):
         whole = os.path.dirname(whole)
         parent = os.path.dirname(whole)
         if os.path.basename(path) == TRAINER_STATE_FILE and os.path.basename(whole).startswith("checkpoint-"):
-            whole = parent  # every checkpoint is of the run around it
+            whole = parent  # a checkpoint belongs to the run's folder around it
     stem = os.path.basename(whole)
     if not os.path.isdir(whole):
         stem = os.path.splitext(stem.removesuffix(".gz"))[0]
@@ -234,7 +234,7 @@ def _one_run(
     counted: tuple[str, str] | None,
     duplicates: str,
 ) -> Evaluations:
-    """chosen: [M] rows of the table that are this run's. counted: the columns of passes and trials."""
+    """Reads one run. chosen: [M] its rows of the table. counted: the columns of passes and trials."""
     table = columns.table
     reward, of_y = columns.get(y)
     rows = chosen[of_y[chosen] != BLANK]
@@ -249,7 +249,7 @@ def _one_run(
             where = table.place(int(rows[np.argmax(empty)]))
             raise InputError(f"{where}: column {column!r} is empty, but {y!r} is not")
     remarks = list(table.remarks)
-    # A label tells runs of one file apart, the file's own name does not have to be said twice.
+    # A label is only needed for several runs in one file.
     of_whom = table.source if len(chosen) == len(table) else f"{table.source}: {name}{f', {seed}' if seed else ''}"
     nan = (of_x[rows] == NAN) | (of_y[rows] == NAN)
     if nan.any():
@@ -291,7 +291,7 @@ def _one_run(
 
 
 def _counts(columns: _Columns, rows: np.ndarray, counted: tuple[str, str]) -> Counts:
-    """Passes and trials of the rows; one trials for a row is that of each of its prompts."""
+    """Passes and trials of the rows; a single trials value of a row applies to each of its prompts."""
     table = columns.table
     if not any(list in set(map(type, table.cells[column])) for column in counted):
         for column in counted:
@@ -302,13 +302,13 @@ def _counts(columns: _Columns, rows: np.ndarray, counted: tuple[str, str]) -> Co
         if len(t) not in (1, len(p)):
             raise InputError(f"{table.place(int(row))}: passes and trials do not have one number for each prompt")
     tried = [t if len(t) == len(p) else t * len(p) for p, t in zip(passed, tried)]
-    if len({len(p) for p in passed}) > 1:  # not the same prompts in every evaluation: only totals can be compared
+    if len({len(p) for p in passed}) > 1:  # not the same prompts in every evaluation: use totals
         passed, tried = [[sum(p)] for p in passed], [[sum(t)] for t in tried]
     return Counts(np.array(passed), np.array(tried))
 
 
 def _list(columns: _Columns, row: int, column: str) -> list[float]:
-    """A number, or a list with one for each prompt."""
+    """A cell as a list: of one number, or of one for each prompt."""
     table = columns.table
     value = table.cells[column][row]
     place = f"{table.place(row)}: column {column!r}"
@@ -322,7 +322,7 @@ def _list(columns: _Columns, row: int, column: str) -> list[float]:
 
 
 def hours_rate(members: Sequence[Evaluations]) -> float | None:
-    """Device-hours of a unit of compute, over all seeds of a run as far as they are; None: not known."""
+    """Device-hours per unit of compute, over all seeds of a run so far; None if not known."""
     hours, compute = [one.hours for one in members], sum(float(one.compute.max()) for one in members)
     return sum(filter(None, hours)) / compute if compute > 0 and None not in hours else None
 
@@ -330,7 +330,7 @@ def hours_rate(members: Sequence[Evaluations]) -> float | None:
 def seeds_together(
     members: Sequence[Evaluations],
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None, np.ndarray]:
-    """Compute, reward, counts and number of the seed, [N] each, of all seeds of a run: as fit_sigmoid takes them."""
+    """Compute, reward, counts and seed number, [N] each, of all seeds of a run, as arguments of fit_sigmoid."""
     compute = np.concatenate([one.compute for one in members])
     reward = np.concatenate([one.reward for one in members])
     label = np.repeat(np.arange(len(members)), [len(one.compute) for one in members])

@@ -1,9 +1,9 @@
-"""Rows of a run that share their compute: which they are, what that looks like, and one row in their place.
+"""Rows of a run with the same compute: finds them, guesses the cause, and replaces them by one row.
 
 the same score            the same row logged again
-goes back in mid-run      a run that was resumed: what was logged past its checkpoint is there twice, the later is it
+goes back in mid-run      a resumed run: rows logged after its checkpoint appear twice, and the later ones are valid
 goes back to the start    several runs one after another in one file
-another score beside it   several evaluations at one compute, unless their times tell of a resumed run
+a different score         several evaluations at one compute, unless their times show a resumed run
 """
 
 import dataclasses
@@ -17,19 +17,19 @@ _LISTED = "tell them apart with --run_column or --seed_column"
 
 @dataclasses.dataclass(frozen=True)
 class Ordered:
-    """N rows by compute, those of one compute by when they were written."""
+    """N rows ordered by compute, then by time of writing."""
 
     order: np.ndarray  # [N] positions in the rows as given
     starts: np.ndarray  # [M] into order: the first row of each compute
     repeated: np.ndarray  # [N] bool in this order: not the first row of its compute
     descents: int  # how often the compute goes back from a row to the next as given
-    same_score: bool  # wherever a compute is repeated, its score is too
-    back_to_start: bool  # every descent goes to the least compute there is
-    later: bool  # times tell that repeated rows were written later
+    same_score: bool  # repeated computes always have repeated scores
+    back_to_start: bool  # every descent goes to the least compute
+    later: bool  # times show that repeated rows were written later
 
     @property
     def first_pair(self) -> tuple[int, int]:
-        """The first row that repeats a compute, as given, after the one that it repeats."""
+        """Positions, as given, of the first repeated pair of rows: (earlier, later)."""
         again = np.flatnonzero(self.repeated)
         before = self.starts[np.searchsorted(self.starts, again, side="right") - 1]
         at = int(np.argmin(self.order[again]))
@@ -37,7 +37,7 @@ class Ordered:
         return first, second
 
     def looks_like(self, x: str) -> str:
-        """A hint: what to do about it. x: the column's name."""
+        """A hint on the cause and the remedy. x: the column's name."""
         if self.same_score:
             return "the same score each time looks like one row logged again: --duplicates=last keeps one of them"
         if self.descents and self.back_to_start:
@@ -52,7 +52,7 @@ class Ordered:
 
 
 def in_order(compute: np.ndarray, reward: np.ndarray, times: np.ndarray | None) -> Ordered:
-    """compute, reward, times (or None): [N] as they stand in the file; a time may be NaN."""
+    """Orders rows. compute, reward, times (or None): [N] in the file's order; a time may be NaN."""
     steps = np.diff(compute)
     descents = np.flatnonzero(steps < 0)
     if times is not None and np.isnan(times).any():
@@ -77,10 +77,9 @@ def in_order(compute: np.ndarray, reward: np.ndarray, times: np.ndarray | None) 
 def without(
     found: Ordered, how: str, reward: np.ndarray, counts: Counts | None
 ) -> tuple[np.ndarray, np.ndarray, Counts | None]:
-    """Which rows stand for all of their compute [M], with the score and counts of each.
+    """One row for each compute [M], with its score and counts.
 
-    how: "last" takes the last row's; "mean" sums the counts and takes the mean of the scores, weighted by trials where
-    there are some.
+    how: "last" uses the last row's; "mean" sums the counts and averages the scores, weighted by trials if any.
     """
     ends = np.append(found.starts[1:], len(found.order)) - 1
     last = found.order[ends]

@@ -1,16 +1,16 @@
-"""Bootstrap: the fit repeated on data as they could have been.
+"""Bootstrap: the fit repeated on resampled data.
 
-What is resampled depends on what is asked and known:
+The kind of resampling depends on the request and the data:
 
-fixed prompts  (default) the score of these prompts, sampled again: each evaluation moves by its own sampling noise,
-               from its counts (noise.py). The interval is about these prompts.
+fixed prompts  (default) the score of these prompts, resampled: each evaluation varies by its own sampling noise,
+               from its counts (noise.py). The interval is for these prompts.
 population     one set of prompts, drawn with replacement and used for all evaluations of the resample, the one at
                compute 0 included (a set per evaluation would count the difference between prompts as noise of each
-               point). The interval is about the prompts these were drawn from. Needs the passes by prompt.
+               point). The interval is for the population of prompts. Needs the passes by prompt.
 residuals      where there are no counts: the residuals of the fit, drawn with replacement around the curve, scaled up
                for the parameters fitted.
-runs           with more than one run, runs are drawn as wholes besides, and the spread scaled up by sqrt(k / (k - 1))
-               for k runs, since so few draws of so few runs vary too little.
+runs           with more than one run, whole runs are drawn too, and the spread is scaled up by sqrt(k / (k - 1)) for
+               k runs, since so few draws of so few runs vary too little.
 """
 
 import jax
@@ -21,9 +21,9 @@ from scalerl_jax.scaling.law import double_precision
 from scalerl_jax.scaling.least_squares import Data
 from scalerl_jax.scaling.points import Points
 
-_DRAWN = ("reward", "weight", "initial")  # fields of Data that lead by the resamples
+_DRAWN = ("reward", "weight", "initial")  # fields of Data with a leading axis of resamples
 _NUMBERS_AT_ONCE = 4_000_000  # resamples x points
-_INITIAL_DRAWS = 64  # rows at compute 0 that are drawn one by one; a mean of more is as their mean, narrower
+_INITIAL_DRAWS = 64  # most rows at compute 0 that are drawn one by one; more are approximated
 
 _refit = jax.jit(
     jax.vmap(least_squares.search_from_best, in_axes=(None, Data(None, 0, 0, 0, None), None, None)),
@@ -35,8 +35,8 @@ def bootstrap(
 ) -> np.ndarray:
     """Refits `count` resamples: [count, 4] A, B, C_mid, R0, in float64.
 
-    data, cells: of the point estimate; estimate: A, B, C_mid, R0. Raises ValueError if population is asked of points
-    without passes by prompt.
+    data, cells: of the point estimate; estimate: A, B, C_mid, R0. Raises ValueError if population is requested for
+    points without passes by prompt.
     """
     rng = np.random.default_rng(seed)
     reward, initial = draw_scores(points, estimate, rng, count, population)
@@ -49,11 +49,11 @@ def bootstrap(
     resampled = data._replace(reward=np.pad(reward, pad), weight=np.pad(weight, pad), initial=initial)
     with double_precision():
         start = np.log(np.asarray(estimate[1:3]))
-        # So many at a time that their curves at all points stay far below a gigabyte.
+        # Batches whose curves at all points stay far below a gigabyte.
         at_once = max(1, min(count, _NUMBERS_AT_ONCE // resampled.reward.shape[1]))
         parts = []
         for begin in range(0, count, at_once):
-            chosen = np.arange(begin, begin + at_once) % count  # the last part is filled up, so that one size compiles
+            chosen = np.arange(begin, begin + at_once) % count  # the last batch is padded, so that one size is compiled
             part = resampled._replace(**{name: getattr(resampled, name)[chosen] for name in _DRAWN})
             parts.append(jax.device_get(_refit(cells, part, least_squares.free(), start)))
         found = jax.tree.map(lambda *fields: np.concatenate(fields)[:count], *parts)
@@ -83,14 +83,14 @@ def draw_scores(points: Points, estimate, rng, count: int, population: bool) -> 
             initial = _weighted_score(points.initial_counts, share).mean(axis=1)
         return reward, initial
     if points.counts is not None:
-        # By the central limit: a score is a mean over thousands of completions.
+        # By the central limit theorem: a score is a mean over thousands of completions.
         reward = points.reward + np.sqrt(points.variance) * rng.standard_normal((count, len(points.reward)))
         if measured:
             initial = initial + np.sqrt(points.initial_variance) * rng.standard_normal(count)
         return np.clip(reward, 0.0, 1.0), np.clip(initial, 0.0, 1.0)
     asymptote, exponent, midpoint, start = estimate
     curve = start + (asymptote - start) / (1 + (midpoint / points.compute) ** exponent)
-    spread = np.sqrt(points.variance)  # of a point that is a mean of n rows: 1 / sqrt(n) of a row's
+    spread = np.sqrt(points.variance)  # for a mean of n rows: 1 / sqrt(n) of a row's
     residual = (points.reward - curve) / spread
     freedom = points.degrees if points.binned is None else points.degrees - points.rows.sum() + len(residual)
     residual = (residual - residual.mean()) * np.sqrt(len(residual) / max(freedom, 1.0))
@@ -103,7 +103,7 @@ def draw_scores(points: Points, estimate, rng, count: int, population: bool) -> 
 
 
 def _weighted_score(counts, share: np.ndarray) -> np.ndarray:
-    """[count, N] scores of prompts that weigh share [count, prompts]."""
+    """[count, N] scores with prompts weighted by share [count, prompts]."""
     asked = (counts.trials > 0).astype(np.float64)
     rate = np.where(counts.trials > 0, counts.passes / np.maximum(counts.trials, 1), 0.0)
     return (share @ rate.T) / np.maximum(share @ asked.T, 1e-9)

@@ -1,7 +1,7 @@
-"""Tables out of files, a row at a time: CSV, TSV, JSONL, JSON, trainer_state.json, TensorBoard events; also gzipped.
+"""Reads tables from files, row by row: CSV, TSV, JSONL, JSON, trainer_state.json, TensorBoard events; also gzipped.
 
-Only the columns that are asked for are kept, each as a list of the cells as they stand, so that a million rows cost
-what their numbers cost. What separates the columns of a CSV file (comma, semicolon, tab) is seen in its header.
+Only the requested columns are kept, each as a list of raw cells, so that a million rows need only the memory of these.
+The separator of a CSV file (comma, semicolon, tab) is detected in its header.
 """
 
 import contextlib
@@ -24,20 +24,20 @@ from scalerl_jax.scaling.tfevents import InputError
 
 RUN_FOLDER_FILE = "evals.jsonl"
 TRAINER_STATE_FILE = "trainer_state.json"  # of transformers' and TRL's trainers, in each checkpoint
-_BLOCK = 16_384  # rows that are read at once
+_BLOCK = 16_384  # rows read at once
 _LISTED = 12  # columns named in a message
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
     source: str
-    columns: tuple[str, ...]  # all there are
-    cells: dict[str, list[Any]]  # of those that were asked for: N raw cells each, None where there is none
-    numbers: Sequence[int]  # [N] of the line, step or entry of each row
+    columns: tuple[str, ...]  # all columns of the file
+    cells: dict[str, list[Any]]  # of the requested columns: N raw cells each, None for a missing one
+    numbers: Sequence[int]  # [N] number of the line, step or entry of each row
     unit: str = "line"  # line | step | entry | row
     separator: str = ","
-    twice: tuple[str, ...] = ()  # columns that a header names more than once
-    remarks: tuple[str, ...] = ()  # what was left out, a line each
+    twice: tuple[str, ...] = ()  # columns that appear more than once in the header
+    remarks: tuple[str, ...] = ()  # omissions, a line each
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -54,7 +54,8 @@ Wanted = Callable[[str], bool]
 
 @contextlib.contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """A million rows are a million lists and no circle, and looking for one among them takes longer than reading."""
+    """Disables garbage collection: a million rows are a million lists without cycles, and searching them for cycles
+    takes longer than reading."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -66,7 +67,7 @@ def _nothing_collected() -> Iterator[None]:
 
 @_nothing_collected()
 def read_table(path: str, wanted: Wanted = lambda name: True) -> Table:
-    """The columns of a file or folder that are wanted. Raises InputError where it is missing or of no known format."""
+    """Reads the wanted columns of a file or folder. Raises InputError where it is missing or of unknown format."""
     if os.path.isdir(path):
         ours = os.path.join(path, RUN_FOLDER_FILE)
         if os.path.isfile(ours):
@@ -170,7 +171,7 @@ def _separated(path: str, wanted: Wanted, *, tabs: bool) -> Table:
 
 
 def _separator(header: str) -> str:
-    """What the columns of this header are separated by: what stands in it most often outside quotes."""
+    """The column separator: the candidate most frequent in the header outside quotes."""
     bare = re.sub(r'"[^"]*"', "", header)
     return max(",;\t", key=lambda mark: (bare.count(mark), mark == ","))
 
@@ -184,7 +185,7 @@ def _is_number(text: str) -> bool:
 
 
 def _of_objects(path: str, wanted: Wanted, unit: str, parts: Iterable[tuple[Sequence[int], Sequence[Any]]]) -> Table:
-    """parts: numbers of rows, and as many objects of names and values."""
+    """Makes a table. parts: row numbers, and as many objects of names and values."""
     names: dict[str, None] = {}
     cells: dict[str, list[Any]] = {}
     numbers: list[int] = []
@@ -213,12 +214,12 @@ def _parsed(path: str, place: str, text: str) -> Any:
         raise InputError(f"{path}:{place} is not JSON: {error.msg}") from None
     except RecursionError:
         raise InputError(f"{path}:{place} is nested too deeply") from None
-    except ValueError as error:  # an integer of thousands of digits
+    except ValueError as error:  # an integer with thousands of digits
         raise InputError(f"{path}:{place} is not JSON: {str(error).partition(';')[0]}") from None
 
 
 def _json_lines(path: str, wanted: Wanted, *, torn: bool = False) -> Table:
-    """torn: the last line may be cut off, as a trainer leaves it that was killed or that is writing it just now."""
+    """Reads JSON lines. torn: the last line may be incomplete, if the trainer was killed or is writing it."""
     ours, remarks = os.path.basename(path) == RUN_FOLDER_FILE, []
 
     def blocks() -> Iterator[tuple[Sequence[int], Sequence[Any]]]:
@@ -245,7 +246,7 @@ def _json_lines(path: str, wanted: Wanted, *, torn: bool = False) -> Table:
 
 
 def _with_parts(row: Any) -> Any:
-    """An evaluation of a mixture: the columns of each of its environments beside its own, as "NAME - COLUMN"."""
+    """Adds the columns of each environment to an evaluation of a mixture, as "NAME - COLUMN"."""
     parts = row.get("environments") if isinstance(row, dict) else None
     if not isinstance(parts, dict):
         return row
@@ -254,7 +255,7 @@ def _with_parts(row: Any) -> Any:
 
 
 def _json(path: str, wanted: Wanted) -> Table:
-    """The log_history of a trainer_state.json, or a list of objects."""
+    """Reads the log_history of a trainer_state.json, or a list of objects."""
     document = _parsed(path, "", "".join(_lines(path, newline=None)))
     unit = "row"
     if isinstance(document, Mapping) and isinstance(document.get("log_history"), list):

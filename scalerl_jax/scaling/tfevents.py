@@ -1,12 +1,12 @@
-"""Scalars out of TensorBoard event files, without tensorboard.
+"""Reads scalars from TensorBoard event files, without tensorboard.
 
-An event file is a row of records
+An event file is a sequence of records
 
     length uint64 | masked crc32c of the length, uint32 | data | masked crc32c of the data, uint32      little-endian
 
 whose data is the protocol buffer tensorflow.Event; only its fields in _MESSAGES matter here. A session that starts
-at step s replaces what was written before from there on. A record cut short at the end of a file is one still being
-written. Left out: images, histograms, text, compressed files, the checksum of the data.
+at step s replaces everything written earlier for steps from s on. An incomplete record at the end of a file is still
+being written. Left out: images, histograms, text, compressed files, the checksum of the data.
 """
 
 import functools
@@ -19,9 +19,9 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 
 _START = 1  # of SessionLog.Status
-_SERIES = {1: "float_val", 2: "double_val"}  # where a tensor of this tensorflow.DataType has its numbers
-_CODES = {1: "<f", 2: "<d"}  # how tensor_content has them
-_MESSAGES = {  # of each field: number, type; * where it is repeated
+_SERIES = {1: "float_val", 2: "double_val"}  # tensorflow.DataType -> the field with a tensor's numbers
+_CODES = {1: "<f", 2: "<d"}  # their format in tensor_content
+_MESSAGES = {  # field -> number, type; * if repeated
     "TensorProto": {
         "dtype": "1 int64",
         "tensor_content": "4 bytes",
@@ -36,10 +36,10 @@ _MESSAGES = {  # of each field: number, type; * where it is repeated
 
 
 class InputError(ValueError):
-    """A mistake in a file or in what was asked of it: one line, naming the file and the row or the column."""
+    """A mistake in a file or in the request: one line, naming the file and the row or the column."""
 
 
-@functools.lru_cache(4096)  # most records are of few lengths
+@functools.lru_cache(4096)  # most records have one of a few lengths
 def _masked_crc32c(data: bytes) -> int:
     crc = 0xFFFFFFFF
     for byte in data:
@@ -74,12 +74,12 @@ def is_event_file(path: str) -> bool:
 
 
 def event_files(folder: str) -> list[str]:
-    """In the order they were begun in, which their names tell."""
+    """The event files of a folder, in the order of their start, which their names contain."""
     return sorted(path for path in glob.glob(os.path.join(glob.escape(folder), "*")) if is_event_file(path))
 
 
 def read_scalars(paths: list[str]) -> dict[str, dict[int, float]]:
-    """For each tag, its value at each step; the last one written counts."""
+    """tag -> step -> value; the last one written is valid."""
     scalars: dict[str, dict[int, float]] = {}
     for path in paths:
         for record in _records(path):
@@ -111,7 +111,7 @@ def _records(path: str) -> Iterator[bytes]:
 
 
 def _scalar(tensor: Any) -> float | None:
-    """Of a tensor of one float32 or float64; None for anything else."""
+    """The value of a tensor of one float32 or float64; None for anything else."""
     if tensor.dtype not in _CODES:
         return None
     code, numbers = _CODES[tensor.dtype], getattr(tensor, _SERIES[tensor.dtype])

@@ -1,13 +1,13 @@
-"""Whether a run rises at all: before a rising law is read off it.
+"""Tests whether a run rises at all, before a rising law is fitted.
 
-    flat       the law explains no more than one number for all points does (F test at 1 %), no line in ln C moves
-               (t test at 1 %), and neither that line nor the order of the points (Kendall's tau) hints at a rise (10 %)
-    falling    what is explained is a fall: the fitted A lies below R0, or the last points lie far below the best before
+    flat       the law explains no more than a constant (F test at 1 %), a line in ln C has no slope (t test at 1 %),
+               and neither that line nor the order of the points (Kendall's tau) hints at a rise (10 %)
+    falling    the trend is a fall: the fitted A lies below R0, or the last points lie far below the best before
     rising     everything else
 
-A few points that rise seldom prove it at 1 %: a curve that is wrongly called flat is lost, whereas one that is wrongly
-drawn still says that its A is not identified. Without degrees of freedom nothing is tested, and only points that are
-all equal are flat.
+A few rising points seldom prove a rise at 1 %. A curve wrongly called flat is lost, whereas one wrongly drawn still
+reports that its A is not identified. Without degrees of freedom nothing is tested, and only points that are all equal
+are flat.
 """
 
 import numpy as np
@@ -17,11 +17,11 @@ from scalerl_jax.scaling.points import PARAMETERS, Points
 from scalerl_jax.scaling.profile import FitState
 
 RISING, FLAT, FALLING = "rising", "flat", "falling"
-_ALPHA = 0.01  # of what is told as a fact
-_HINT = 0.1  # of what is enough not to call points flat
-_GROUPS = 5  # neighbours in compute that are compared by their means
-_SURE = 4.0  # standard errors of a fall from the best group to the last
-_FALL = 0.5  # of the gain so far; a smaller one is a bump
+_ALPHA = 0.01  # level of a reported fact
+_HINT = 0.1  # level of a hint, which is enough not to call points flat
+_GROUPS = 5  # groups of neighbours in compute, compared by their means
+_SURE = 4.0  # standard errors that a fall from the best group to the last must exceed
+_FALL = 0.5  # share of the gain so far; a smaller fall is a bump
 
 
 def find_trend(state: FitState) -> str:
@@ -40,7 +40,7 @@ def find_trend(state: FitState) -> str:
 
 
 def sentence(trend: str, points: Points) -> str:
-    """What the command says of points that do not rise."""
+    """The command's text on points that do not rise."""
     if trend == FLAT:
         low, high = points.reward.min(), points.reward.max()
         mean = np.average(points.reward, weights=points.rows)
@@ -54,7 +54,7 @@ def sentence(trend: str, points: Points) -> str:
 
 
 def _explains(state: FitState) -> bool:
-    """F test of the law against one number for all points (R0 among them, where it was measured)."""
+    """F test of the law against a constant for all points (R0 included, if it was measured)."""
     data, cost = state.data, float(state.found.best.cost) + state.points.inner_squares
     real = data.weight > 0
     weight, reward = data.weight[real], data.reward[real]
@@ -68,7 +68,7 @@ def _explains(state: FitState) -> bool:
 
 
 def _line(points: Points) -> tuple[float, float]:
-    """Slope in ln C and its p (t test): few points whose noise the law leaves untold may still rise plainly."""
+    """Slope in ln C and its p (t test): few points may rise clearly even if the law leaves no residuals for noise."""
     weight, x, y = points.trials_weight, np.log(points.compute), points.reward
     freedom = len(x) - 2
     x, y = x - np.average(x, weights=weight), y - np.average(y, weights=weight)
@@ -83,8 +83,8 @@ def _line(points: Points) -> tuple[float, float]:
 
 
 def _order_rises(points: Points) -> bool:
-    """Whether more compute comes with more reward, whatever the distances; R0 is the first point where it is known."""
-    from scipy.stats import kendalltau  # over a second to import, and for few curves only; the rest is scipy.special
+    """Whether reward increases with compute by rank (Kendall's tau); R0 is the first point if it is known."""
+    from scipy.stats import kendalltau  # over a second to import, and needed for few curves only
 
     x, y = points.compute, points.reward
     if points.initial_mode != "free" or points.initial_rows:
@@ -94,7 +94,7 @@ def _order_rises(points: Points) -> bool:
 
 
 def _groups(points: Points) -> list[tuple[int, float]]:
-    """Neighbours in compute: how many points, and their mean reward."""
+    """Groups of neighbours in compute: number of points, and mean reward."""
     order = np.argsort(points.compute, kind="stable")
     weight = points.trials_weight
     parts = [part for part in np.array_split(order, min(_GROUPS, len(order))) if part.size]
@@ -102,7 +102,7 @@ def _groups(points: Points) -> list[tuple[int, float]]:
 
 
 def has_fallen(points: Points) -> bool:
-    """Whether it rose first and then lost more than half of that, beyond what neighbours scatter."""
+    """Whether the run rose and then lost more than half of the gain, beyond the scatter of neighbours."""
     if len(points.compute) < 2 * _GROUPS:
         return False
     sizes, means = zip(*_groups(points))

@@ -1,4 +1,4 @@
-"""Units of the compute axis, how its numbers are written, and the scale of a score."""
+"""Units of the compute axis, the format of its numbers, and the scale of a score."""
 
 import numpy as np
 
@@ -14,10 +14,10 @@ _FLOPS = {
 }
 _TOKENS = {"token": 1.0, "Ktoken": 1e3, "Mtoken": 1e6, "Gtoken": 1e9, "Ttoken": 1e12}
 _KINDS = (_SECONDS, _FLOPS, _TOKENS)
-TYPICAL_HOURS = "typical_hours"  # made of the columns step and device_hours: typical_hours() below
-# Columns of a run folder, as they are called.
+TYPICAL_HOURS = "typical_hours"  # computed from the columns step and device_hours by typical_hours() below
+# Columns of a run folder, and their names.
 AXES = {TYPICAL_HOURS: "typical device-hours", "device_hours": "device-hours", "model_flops": "model FLOPs"}
-RANGES = {"accuracy": (0, 1), "reward": (-1, 1), "percent": (0, 100)}  # of the scales of a score
+RANGES = {"accuracy": (0, 1), "reward": (-1, 1), "percent": (0, 100)}  # scale -> range of a score
 
 
 def conversion(text: str) -> tuple[float, str]:
@@ -33,9 +33,9 @@ def conversion(text: str) -> tuple[float, str]:
 
 
 def find_scale(scores: np.ndarray, scale: str) -> tuple[str, str]:
-    """accuracy, reward or percent, and a word on what it makes of the scores ("" if nothing).
+    """accuracy, reward or percent, and a remark on the conversion ("" if none).
 
-    "auto" takes scores that go below 0 for rewards in [-1, 1].
+    "auto" interprets scores as rewards in [-1, 1] if some are below 0.
     """
     if scale == "auto":
         scale = "reward" if scores.min() < 0 else "accuracy"
@@ -47,14 +47,14 @@ def find_scale(scores: np.ndarray, scale: str) -> tuple[str, str]:
 
 
 def to_accuracy(scores: np.ndarray, scale: str) -> np.ndarray:
-    """Scores in [0, 1] from those of a scale that find_scale gave; what is out of range stays so, to be refused."""
+    """Converts scores of a scale from find_scale to [0, 1]; those out of range stay so, and are refused later."""
     low, high = RANGES[scale]
     return (scores - low) / (high - low)
 
 
 def typical_hours(step: np.ndarray, device_hours: np.ndarray) -> np.ndarray:
-    """What `step` [N] steps cost at the typical rate of their run, in device-hours [N]: the median over the stretches
-    between evaluations of device-hours a step, times the steps. Slow minutes of the machine move no point."""
+    """The cost of `step` [N] steps at the typical rate of their run, in device-hours [N]: the steps times the median,
+    over the intervals between evaluations, of device-hours a step. Slow minutes of the machine change no point."""
     order = np.argsort(step, kind="stable")
     steps, hours = np.diff(step[order]), np.diff(device_hours[order])
     rates = hours[steps > 0] / steps[steps > 0]
@@ -62,12 +62,12 @@ def typical_hours(step: np.ndarray, device_hours: np.ndarray) -> np.ndarray:
 
 
 def axis_name(column: str) -> str:
-    """A column of compute as figures, tables and sentences call it."""
+    """The name of a compute column in figures, tables and sentences."""
     return AXES.get(column, column)
 
 
 def short_number(value: float) -> str:
-    """1500 -> 1.5k, 2e21 -> 2Z: at most four digits that matter."""
+    """A number as short text, with at most four significant digits: 1500 -> 1.5k, 2e21 -> 2Z."""
     size = abs(value)
     if size == 0 or 0.001 <= size < 1000:
         return f"{value:.4g}"

@@ -1,6 +1,6 @@
-"""How the runs of a study are doing: a table on a terminal; elsewhere a line when one starts or ends, and one a minute.
+"""Progress of a study's runs: a table on a terminal; elsewhere a line when a run starts or ends, and one a minute.
 
-The time left is that of the steps left, at the seconds per step seen so far: a run's own, else the mean of the others'.
+The time left is the steps left times the seconds per step so far: the run's own, else the mean of the others'.
 """
 
 import time
@@ -16,12 +16,12 @@ from scalerl_jax.study.task import FAILED, FINISHED, RUNNING, WAITING, Task
 
 EVERY_SECONDS = 60.0  # between two lines where there is no terminal
 _READ_SECONDS = 1.0
-_AROUND = 6  # lines of the terminal that the table's rows do not get
-_ORDER = {RUNNING: 0, FAILED: 1, WAITING: 2, FINISHED: 3}  # what is shown where there is no room for all
+_AROUND = 6  # lines of the terminal not available to the table's rows
+_ORDER = {RUNNING: 0, FAILED: 1, WAITING: 2, FINISHED: 3}  # priority for display if not all fit
 
 
 class Board:
-    """A context manager."""
+    """Shows the progress; use it as a context manager."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Board:
             self.say(f"{task.name}: finished at step {task.step}{rate}")
 
     def show(self) -> None:
-        """To be called often; looks at the files once a second."""
+        """Updates the display; call it often. It reads the files once a second."""
         now = self._clock()
         if now - self._read_at < _READ_SECONDS:
             return
@@ -80,7 +80,7 @@ class Board:
             self.say(self.line())
 
     def line(self) -> str:
-        """All of it in one line."""
+        """The progress in one line."""
         running = [
             f"{task.name} {task.step}/{task.steps}" + ("" if task.pass_rate is None else f" pass {task.pass_rate:.3f}")
             for task in self._tasks
@@ -89,9 +89,9 @@ class Board:
         return f"{self._counts()}{'; ' * bool(running)}{', '.join(running)}; {_left(self.seconds_left())}"
 
     def seconds_left(self) -> float | None:
-        """Until all have ended; None: nothing tells yet."""
+        """Estimated seconds until all have ended; None if not known yet."""
         free = [0.0] * self._parallel
-        for task in sorted(self._tasks, key=lambda one: one.state != RUNNING):  # what runs has its place already
+        for task in sorted(self._tasks, key=lambda one: one.state != RUNNING):  # running tasks already have their share
             if task.state in (RUNNING, WAITING):
                 left = self._task_left(task)
                 if left is None:
@@ -146,7 +146,7 @@ def _left(seconds: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1 h 05 min, 12 min, 40 s."""
+    """Seconds as text: 1 h 05 min, 12 min, 40 s."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

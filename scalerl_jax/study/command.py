@@ -41,7 +41,7 @@ class _Study:
     """One start of the command on its workdir."""
 
     def __init__(self, given: GivenConfig):
-        """Everything that can be wrong is told here, before a file is written."""
+        """Reports every mistake, before any file is written."""
         self.workdir = study_flags.WORKDIR.value
         self.study = members.read(
             given,
@@ -68,7 +68,7 @@ class _Study:
         return standing(self.path("runs", name), self.study.runs[name], ended=self.plan.ended.get(name))
 
     def command(self, name: str) -> list[str]:
-        """As a user types it."""
+        """The command of a run, as a user types it."""
         moved = ["--allow=model.path"] if self.standings[name].moved else []
         return self._typed("scalerl-train", self.path("runs", name), self.study.runs[name], *moved)
 
@@ -77,7 +77,7 @@ class _Study:
         return [program, f"--config={self.study.base_path}", f"--workdir={workdir}", *flags_of_it, *more]
 
     def tasks(self) -> list[Task]:
-        """Of the chosen runs, each after the warm start that it needs."""
+        """The tasks of the chosen runs, each after the warm start that it needs."""
         made: dict[str, Task] = {}
         out = []
         for name in self.chosen:
@@ -111,7 +111,8 @@ class _Study:
         return task
 
     def ended(self, task: Task) -> str:
-        """After exit code 0: a trainer's word that there is nothing left to do."""
+        """Handles a task that ended with exit code 0, by which a trainer reports that nothing is left to do. Returns
+        why it failed, or ""."""
         if not task.is_run:
             return ""
         self.standings[task.name] = self._standing(task.name)
@@ -124,10 +125,10 @@ class _Study:
             self.standings[task.name] = self._standing(task.name)
         return ""
 
-    # ------------------------------------------------------------------ what the command does
+    # ------------------------------------------------------------------ the command's actions
 
     def run(self) -> list[Task]:
-        """Runs what is to be run; returns the tasks, each of which has ended."""
+        """Runs all unfinished tasks; returns the tasks, which have all ended."""
         parallel = study_flags.PARALLEL.value
         environment = dict(os.environ)
         shared = running.shares(parallel, environment)
@@ -156,7 +157,7 @@ class _Study:
     def tell(self) -> None:
         """Reads every run, prints the results, and writes them."""
         platforms.cpu_here()
-        # What fits and draws is large: a mistake is told, and members run for hours, without it.
+        # Imported late, because it is large: reporting a mistake and running members for hours do not need it.
         from scalerl_jax.scaling.commands import results as lay_out
         from scalerl_jax.study import writing
         from scalerl_jax.study.results import results
@@ -178,7 +179,7 @@ class _Study:
 
 
 def _started(typed: Sequence[str]) -> list[str]:
-    """The command as a process of this environment."""
+    """The command as a process with this Python."""
     return [sys.executable, "-m", _PROGRAMS[typed[0]], *typed[1:]]
 
 

@@ -1,7 +1,7 @@
 """The launch files of every run of a study, in WORKDIR/launch/RUN: what scalerl-launch writes for each.
 
-The flags of scalerl-launch are given with the study's own. They become flags of this process here, where the study's
-are no longer asked for: both have a --workdir.
+The flags of scalerl-launch are given together with the study's. They become flags of this process here, when the
+study's are no longer needed: both have a --workdir.
 """
 
 import os
@@ -21,7 +21,7 @@ FOLDER = "launch"
 def launch_all(
     study: Study, starts: Starts, chosen: Sequence[str], *, workdir: str, target: str, given: Sequence[str]
 ) -> list[str]:
-    """Writes the files of all these runs or, where one of them cannot be, of none; returns the folders.
+    """Writes the files of all these runs, or none if one of them cannot be launched; returns the folders.
 
     given: the flags of scalerl-launch. Raises UserError.
     """
@@ -42,7 +42,7 @@ def launch_all(
     where = os.path.join(workdir, FOLDER)
     made = {}
     for name in chosen:
-        # On a shared file system a run is where the study finds it; in a cluster it is on the cluster's volume.
+        # On a shared file system the run's folder is in the study's; on Kubernetes it is on the cluster's volume.
         run_folder = {
             "slurm": os.path.join(workdir, "runs", name),
             "kubernetes": f"/runs/{cluster_name(os.path.basename(workdir))}/{name}",
@@ -61,7 +61,7 @@ def launch_all(
 
 
 def _define(target: str, given: Sequence[str]) -> None:
-    """The flags of scalerl-launch in the place of the study's. Raises UserError where one of `given` is none."""
+    """Replaces the study's flags by those of scalerl-launch. Raises UserError where one of `given` is not a flag."""
     for name in [flag.name for flag in flags.FLAGS.get_flags_for_module(study_flags.__name__)]:
         delattr(flags.FLAGS, name)
     import launch.launch_flags  # noqa: F401

@@ -1,9 +1,9 @@
-"""The runs of a study: its members with their seeds, each under a name that no other run has.
+"""The runs of a study: its members with their seeds, each with a unique name.
 
     base = the config of --base with --config.a.b=v        members = STUDIES[study](base)
 
-Runs whose configs are equal are one run, whichever studies they belong to: the first name that it gets is its own. The
-members come before their further seeds, so more seeds rename nothing.
+Runs with equal configs are one run, whichever studies they belong to, under the first name given to it. All members
+come before any further seeds, so more seeds rename nothing.
 """
 
 import copy
@@ -18,21 +18,21 @@ from scalerl_jax.config_check import ConfigError, check, leaves
 from scalerl_jax.config_io import GivenConfig, as_flags, load_file, load_module, naming_user_code
 
 FILE = "ablations.py"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # it becomes a folder's
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # also a folder's name
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What is to be run. A member's runs are its seeds, in order."""
+    """The runs to make. A member's runs are its seeds, in order."""
 
     base_path: str
-    file: Config  # as --base has it: what the flags of a run are told against
+    file: Config  # the config of --base, relative to which a run's flags are given
     base: Config  # with the overrides
     runs: dict[str, Config]  # by the name of the run's folder; model.path is the base's
     members: dict[str, dict[str, tuple[str, ...]]]  # study -> member -> its runs
 
     def chosen(self, names: Sequence[str]) -> list[str]:
-        """The runs of the members (or runs) of these names; none: all. Raises UserError."""
+        """The runs of the members (or runs) of these names; without names all. Raises UserError."""
         if not names:
             return list(self.runs)
         found = dict[str, None]()
@@ -50,12 +50,13 @@ class Study:
             raise UserError(f"--{flag}={name}: no such member; there are {', '.join(there)}")
 
     def flags(self, config: Config) -> list[str]:
-        """--config.a.b=v: what makes the base's file into this config."""
+        """The --config.a.b=v flags that turn the base's file into this config."""
         return as_flags(config, self.file)
 
 
 def read(given: GivenConfig, *, base: str, studies: str, names: Sequence[str], seeds: int) -> Study:
-    """All flags as the user gave them. Raises UserError or ConfigError, one line, where a config cannot be."""
+    """Reads a study from the flags as the user gave them. Raises UserError or ConfigError, one line, where a config is
+    wrong."""
     if bool(base) == bool(given.path):
         raise UserError("--base: no config file given, for example --base=configs/quickstart.py" if not base else
                         f"--base={base}: --config={given.path} is given too, and there is one base")  # fmt: skip
@@ -78,7 +79,7 @@ def _studies_file(base: str) -> str:
 
 
 def made(base: Config, path: str, names: Sequence[str]) -> dict[str, dict[str, Config]]:
-    """study -> member -> config, as the file's STUDIES has them. Raises UserError or ConfigError."""
+    """study -> member -> config, from the file's STUDIES. Raises UserError or ConfigError."""
     given = f"--studies={path}"
     with naming_user_code(given):
         there = getattr(load_module(path, given), "STUDIES", None)
@@ -117,12 +118,12 @@ def make(path: str, file: Config, base: Config, members: Mapping[str, Mapping[st
 
 
 def _run(runs: dict[str, Config], name: str, study: str, config: Config) -> str:
-    """The name of the run with this config, which is among the runs from now on."""
+    """The name of the run with this config, which is added to `runs` if missing."""
     values = leaves(config)
     for known, other in runs.items():
         if leaves(other) == values:
             return known
-    if name in runs:  # another study has a member of this name, which is something else
+    if name in runs:  # another study has a different member of this name
         name = f"{study}-{name}"
     while name in runs:
         name += "_"

@@ -1,17 +1,17 @@
-"""WORKDIR/plan.json: what the study is, as its first start had it, and which of its runs have ended before max_steps.
+"""WORKDIR/plan.json: the definition of the study at its first start, and the runs that ended before max_steps.
 
     studies   the names of --study
     config    the base's leaves, with the overrides
-    runs      by name, the leaves in which each differs from the base
-    models    by run, what it starts from; a path inside WORKDIR is told from there
+    runs      run -> the leaves in which it differs from the base
+    models    run -> the model it starts from; a path inside WORKDIR is relative to it
     ended     run -> step: it ended by itself before max_steps, with no prompt left
 
-More seeds and other members may be asked for at any time; whatever else differs is refused by name.
+Later starts may add seeds and members; any other difference is refused, with the name of the field.
 
-Which runs of a study are done, as scalerl-train decides it, and how far the others have come.
+This module also finds which runs of a study are done, by scalerl-train's rule, and how far the others are.
 
-A run is done where its newest checkpoint and its last evaluation are those of max_steps, or where a trainer has ended
-it before, as it does when no prompt is left (PlanFile.ended).
+A run is done if its newest checkpoint and its last evaluation are those of max_steps, or if a trainer ended it
+earlier, as it does when no prompt is left (PlanFile.ended).
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ FILE = "plan.json"
 
 
 class PlanFile:
-    """The plan of this start held against the one that is there; written by `save`."""
+    """The plan of this start, checked against the existing file; `save` writes it."""
 
     def __init__(self, workdir: str, study: Study, starts: Starts):
         """Raises UserError where the folder holds another study."""
@@ -55,7 +55,7 @@ class PlanFile:
             prefix = f"--workdir={workdir}: holds another study: "
             if before["studies"] != self._now["studies"]:
                 raise UserError(f"{prefix}--study={','.join(before['studies'])} there")
-            # A field that the plan is older than had its default.
+            # A field added after the plan was written had its default.
             default = {field: value for field, value in leaves(Config()).items() if field in base}
             _refuse(prefix, {**json.loads(json.dumps(default)), **before["config"]}, self._now["config"])
             for name, changes in self._now["runs"].items():
@@ -68,14 +68,14 @@ class PlanFile:
 
     @property
     def ended(self) -> dict[str, int]:
-        """Runs that ended by themselves, and the step of their last checkpoint then."""
+        """Run -> the step of its last checkpoint, for runs that ended by themselves."""
         return self._now["ended"]
 
     def save(self) -> None:
         write_whole(self._path, json.dumps(self._now, indent=1) + "\n")
 
     def _inside(self, path: str) -> str:
-        """A folder of the study's may have moved with it."""
+        """A path relative to the workdir if inside it, since the whole folder may be moved."""
         whole = os.path.abspath(path)
         return os.path.relpath(whole, self._workdir) if whole.startswith(self._workdir + os.sep) else path
 
@@ -104,8 +104,8 @@ _MODEL = "model.path"
 
 
 def newest_step(folder: str) -> int | None:
-    """Of the checkpoints of a run folder; None: none. As learner/checkpoint.py has it, without what that imports: a
-    checkpoint has its step's name once it is whole."""
+    """The newest checkpoint's step in a run folder, or None. Same rule as learner/checkpoint.py, without its imports: a
+    checkpoint is named by its step once it is complete."""
     try:
         names = os.listdir(os.path.join(folder, "checkpoints"))
     except FileNotFoundError:
@@ -115,16 +115,16 @@ def newest_step(folder: str) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """Of one run folder."""
+    """Progress of one run folder."""
 
     begun: bool
-    saved: int  # the newest checkpoint's step; 0: none
+    saved: int  # the newest checkpoint's step; 0 without one
     finished: bool
-    moved: bool = False  # the study's folder was elsewhere when the run began: its model is in another place now
+    moved: bool = False  # the study's folder was moved after the run started, so its model's path has changed
 
 
 def standing(folder: str, config: Config, *, ended: int | None = None) -> Standing:
-    """config: of the run, model.path included. ended: the step at which a trainer ended it, if one did.
+    """config: the run's, with model.path. ended: the step at which a trainer ended it, if one did.
 
     Raises UserError where the folder holds a run of another config.
     """
@@ -147,12 +147,12 @@ def standing(folder: str, config: Config, *, ended: int | None = None) -> Standi
 
 
 def _tail(path: str) -> list[str]:
-    """WARM-START/model of a study's folder."""
+    """The last two parts of a path, WARM-START/model in a study's folder."""
     return os.path.normpath(path).split(os.sep)[-2:]
 
 
 def is_held(folder: str) -> bool:
-    """Whether a trainer is running in the folder: one that an earlier start of the study has left, while it saves."""
+    """Whether a trainer is running in the folder: one of an earlier start of the study that is still saving."""
     try:
         descriptor = os.open(os.path.join(folder, "lock"), os.O_RDWR)
     except FileNotFoundError:

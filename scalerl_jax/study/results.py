@@ -1,7 +1,7 @@
-"""What came of a study: of each member its evaluations and the sigmoid through them, all seeds by one curve; then every
-member against the baseline, as scalerl-compare has it, and what seeds alone make of a difference.
+"""The results of a study: each member's evaluations and the sigmoid fitted to them, one curve for all its seeds; then
+the comparison of every member with the baseline, as in scalerl-compare, and the differences that seeds alone cause.
 
-Reads the run folders as they are: a study that still runs has results too.
+Reads the run folders as they are: a study that is still running has results too.
 """
 
 import dataclasses
@@ -27,32 +27,32 @@ _NORMAL_95 = 1.96
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """One of a study's, with its seeds together."""
+    """One member of a study, with all its seeds."""
 
     name: str
-    runs: tuple[str, ...]  # those that have evaluations
+    runs: tuple[str, ...]  # runs with evaluations
     all_runs: tuple[str, ...]
-    fitted: Run | None  # none: too few evaluations
-    why: str  # there is no curve to speak of
+    fitted: Run | None  # None: too few evaluations
+    why: str  # why there is no rising curve; "" if there is one
     first: float  # pass rate of the first evaluations
-    last: float  # and of the last quarter of the compute
+    last: float  # mean pass rate of the last quarter of the compute
     last_by_seed: tuple[float, ...]
-    last_variance: tuple[float, ...]  # of each, from the sampling of completions; NaN: not known
+    last_variance: tuple[float, ...]  # of each seed's mean, from the sampling of completions; NaN: not known
     device_hours: float
 
     @property
     def curve(self) -> Run | None:
-        """The fitted curve, where it rises."""
+        """The fitted curve if it rises, else None."""
         return self.fitted if self.fitted is not None and self.fitted.fit.rises else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Margin:
-    """How far members that differ in their seed alone are apart, and what noise alone would make of as many."""
+    """The spread of members that differ only in their seed, and the spread expected from noise alone."""
 
     asymptote: float | None  # the largest difference in A between two of them
-    asymptote_noise: float | None  # on average
-    last: float  # and in the mean of the last quarter
+    asymptote_noise: float | None  # expected from noise, on average
+    last: float  # the largest difference in the mean of the last quarter
     last_noise: float | None
     seeds: int
 
@@ -76,14 +76,14 @@ class StudyResults:
     missing: tuple[str, ...]  # those without
     baseline: str
     comparison: Comparison | None
-    left_out: tuple[str, ...]  # a line on each member that no comparison can have
+    left_out: tuple[str, ...]  # a line on each member left out of the comparison
     margin: Margin | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
     x: str
-    rows: dict[str, list[dict[str, Any]]]  # of evals.jsonl, by run; those that have any
+    rows: dict[str, list[dict[str, Any]]]  # run -> rows of evals.jsonl; only runs with rows
     studies: tuple[StudyResults, ...]
 
 
@@ -99,7 +99,7 @@ def results(study: Study, runs_folder: str, *, x: str, baseline: str = "") -> Re
             rows[name] = there
             with user_mistakes(tables.InputError):
                 found[name] = readers.read_runs([folder], x=x, y=None, parts_too=False)[0]
-    known: dict[tuple[str, ...], Member] = {}  # a run of several studies is fitted once
+    known: dict[tuple[str, ...], Member] = {}  # by runs: members of several studies are fitted once
 
     def member(name: str, runs: tuple[str, ...]) -> Member | None:
         with_rows = tuple(run for run in runs if run in found)
@@ -120,7 +120,7 @@ def results(study: Study, runs_folder: str, *, x: str, baseline: str = "") -> Re
 
 
 def _baseline(study: Study, name: str, asked: str) -> tuple[str, tuple[str, ...]]:
-    """The baseline of a study, and its runs where it is another study's and none of this one's members."""
+    """The baseline of a study; and its runs, if it belongs only to another study."""
     given = study.members[name]
     if not asked or asked in given:
         return asked or next(iter(given)), ()
@@ -173,7 +173,7 @@ def _study(
 
 
 def _only_seeds(study: Study, name: str) -> bool:
-    """Whether the members of a study of several differ in their seeds and in nothing else."""
+    """Whether a study has several members, which differ only in their seeds."""
     configs = [leaves(study.runs[runs[0]]) | {"seed": 0} for runs in study.members[name].values()]
     return len(configs) > 1 and all(one == configs[0] for one in configs)
 
@@ -194,7 +194,7 @@ def _margin(members: Sequence[Member]) -> Margin:
 
 
 def _noise(deviations: Sequence[float]) -> float | None:
-    """The mean distance between the largest and the least of as many normal numbers; None: it cannot be told."""
+    """The mean range of as many normal numbers with these deviations (their quadratic mean); None if not known."""
     if len(deviations) < 2 or not np.all(np.isfinite(deviations)):
         return None
     z = np.linspace(-8, 8, 4001)

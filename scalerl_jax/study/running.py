@@ -1,14 +1,15 @@
-"""Every run of a study in order, as many at a time as there are shares of the machine, until each has ended.
+"""Runs every run of a study in order, as many at a time as there are shares of the machine.
 
     waiting -> running -> finished | failed
 
-A run waits for the warm start that it needs, and for a trainer that an earlier start of the study has left in its
-folder, which is saving. One that fails holds up no other. A signal is passed on to what runs, once, and waited for.
+A run waits for the warm start that it needs, and for a trainer of an earlier start of the study that is still saving in
+its folder. A failed run does not stop the others. A signal is passed once to the running processes, which are then
+waited for.
 
-What each of N members that run at a time gets of this machine: cores, and GPUs where there are some.
+A share of this machine is what each of N simultaneous members gets: cores, and GPUs if there are any.
 
-All shares are alike, so that device-hours of members can be compared: cores that are left over stay idle, and GPUs have
-to divide.
+All shares are equal, so that device-hours of members can be compared: left-over cores stay idle, and the number of GPUs
+must be divisible.
 """
 
 import contextlib
@@ -28,12 +29,12 @@ from scalerl_jax.system import files, platforms, signals
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    cores: frozenset[int]  # none: as this process has them
-    environment: dict[str, str]  # added to this process's
+    cores: frozenset[int]  # empty: those of this process
+    environment: dict[str, str]  # added to this process's environment
 
 
 def shares(parallel: int, environment: Mapping[str, str]) -> list[Share]:
-    """One for each member at a time. Raises UserError where there are not enough cores, or GPUs do not divide."""
+    """A share for each simultaneous member. Raises UserError if there are too few cores or GPUs do not divide."""
     if parallel == 1:
         return [Share(frozenset(), {})]
     asked = f"--parallel={parallel}"
@@ -55,12 +56,12 @@ def shares(parallel: int, environment: Mapping[str, str]) -> list[Share]:
     ]
 
 
-_TAIL = 4096  # bytes of a log that hold its last line
+_TAIL = 4096  # bytes at the end of a log, which hold its last line
 
 
 class Child:
     def __init__(self, command: Sequence[str], *, log: str, share: Share, environment: Mapping[str, str]):
-        """Starts it; what it says is appended to the file `log`. Raises OSError."""
+        """Starts a process whose output is appended to the file `log`. Raises OSError."""
         self.share = share
         self._log = log
         os.makedirs(os.path.dirname(log), exist_ok=True)
@@ -68,7 +69,7 @@ class Child:
             self._begin = output.tell()
             self._process = subprocess.Popen(
                 [*command, "--exit_with_parent"],
-                stdin=subprocess.PIPE,  # the life line: nothing is ever written to it
+                stdin=subprocess.PIPE,  # never written to; the process stops when it closes
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**environment, **share.environment, "PYTHONUNBUFFERED": "1"},
@@ -76,14 +77,14 @@ class Child:
             )
 
     def ended(self) -> int | None:
-        """Its exit code, below 0 for a signal; None: it runs."""
+        """The exit code, negative for a signal; None while it runs."""
         code = self._process.poll()
         if code is not None and self._process.stdin is not None:
             self._process.stdin.close()
         return code
 
     def ask_to_stop(self) -> None:
-        """It saves, and leaves when it has."""
+        """Asks the process to save and exit."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
 
@@ -91,7 +92,7 @@ class Child:
         return self._process.wait()
 
     def last_line(self) -> str:
-        """Of what it said since it was started."""
+        """The last line that this process has written to its log."""
         with open(self._log, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._begin, size - _TAIL))
@@ -101,7 +102,7 @@ class Child:
 
 @contextlib.contextmanager
 def _on(cores: frozenset[int]) -> Iterator[None]:
-    """What this thread starts meanwhile begins on these cores."""
+    """Processes that this thread starts inside run on these cores."""
     if not cores:
         yield
         return
@@ -113,24 +114,24 @@ def _on(cores: frozenset[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-HELD_SECONDS = 300.0  # that a trainer of an earlier start may take to save
+HELD_SECONDS = 300.0  # for a trainer of an earlier start to save
 _POLL_SECONDS = 0.25
 
 
 @dataclasses.dataclass
 class Running:
-    """What is under way, and where it runs."""
+    """The scheduler: tasks, their processes and the free shares."""
 
     tasks: Sequence[Task]
-    shares: list[Share]  # free ones
+    shares: list[Share]  # the free shares
     environment: Mapping[str, str]
     board: Board
-    ended: Callable[[Task], str]  # after exit code 0: why it has not finished all the same; "": it has
+    ended: Callable[[Task], str]  # after exit code 0: why the task has failed, or "" if it has finished
     children: dict[str, Child] = dataclasses.field(default_factory=dict)  # by the task's name
     since: float = dataclasses.field(default_factory=time.monotonic)
 
     def until_all_have_ended(self) -> None:
-        """Raises signals.Interrupted where a signal has come; what ran has saved and left by then."""
+        """Runs all tasks. Raises signals.Interrupted after a signal, once running processes have saved and ended."""
         try:
             while any(task.state in (WAITING, RUNNING) for task in self.tasks):
                 signals.raise_if_interrupted()
@@ -138,7 +139,7 @@ class Running:
                 self._start()
                 self.board.show()
                 time.sleep(_POLL_SECONDS)
-        except BaseException:  # a fault of ours leaves nothing running either
+        except BaseException:  # a bug leaves no process running either
             self._stop()
             raise
 

@@ -1,4 +1,4 @@
-"""One thing that a study has to run: a member with one seed, or a warm start."""
+"""One process of a study: a member with one seed, or a warm start."""
 
 import dataclasses
 import os
@@ -14,21 +14,21 @@ class Task:
     name: str
     folder: str
     log: str
-    steps: int  # that it makes in all
-    command: Callable[[], list[str]]  # made when it starts
-    needs: "Task | None" = None  # which has to be finished first
-    is_run: bool = True  # no warm start
+    steps: int  # total
+    command: Callable[[], list[str]]  # evaluated at the start
+    needs: "Task | None" = None  # the task that must finish first
+    is_run: bool = True  # not a warm start
     state: str = WAITING
-    why: str = ""  # it failed
-    began: float = 0.0  # it was started, by the clock of its rows
+    why: str = ""  # why it failed
+    began: float = 0.0  # start time, by the same clock as its rows
     step: int = 0
-    pass_rate: float | None = None  # of the latest evaluation, held out
+    pass_rate: float | None = None  # of the latest held-out evaluation
     first: tuple[int, float] | None = None  # (step, time in seconds) of the first row seen while it ran
-    latest: tuple[int, float] | None = None  # of the last one
+    latest: tuple[int, float] | None = None  # of the last row
     _seen: tuple[int, ...] = ()  # sizes of the files when they were last read
 
     def read_progress(self) -> None:
-        """How far it has come, by the ends of its files, where they have grown."""
+        """Reads its progress from the ends of its files, if they have grown."""
         paths = [os.path.join(self.folder, name) for name in ("metrics.jsonl", "evals.jsonl")]
         sizes = tuple(os.path.getsize(path) if os.path.exists(path) else 0 for path in paths)
         if sizes == self._seen:
@@ -45,7 +45,7 @@ class Task:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """As seen since it was started; None: not yet."""
+        """Measured since it was started; None if not known yet."""
         if self.first is None or self.latest is None or self.latest[0] <= self.first[0]:
             return None
         return max(0.0, self.latest[1] - self.first[1]) / (self.latest[0] - self.first[0])

@@ -1,11 +1,11 @@
-"""The models that the runs of a study start from: the base's model.path where it is there, else ones made here.
+"""The models that the runs of a study start from: the base's model.path if it exists, else models made here.
 
-    WORKDIR/warm-start                  of the base, for all runs that do not change it
-    WORKDIR/warm-start-error_rate_0.4   of runs whose sft.* or environment.* makes other traces than the base's, named
-                                        by what differs
+    WORKDIR/warm-start                  for all runs with the base's traces
+    WORKDIR/warm-start-error_rate_0.4   for runs whose sft.* or environment.* makes other traces than the base's, named
+                                        by the differing fields
 
-What else a run changes (its trainer's steps, seed, loss) makes no other model. A run that changes sft.* asks for
-another model by that, and gets one though the base's is there; one that changes the environment alone starts from it.
+Other changes of a run (steps, seed, loss) need no other model. A run that changes sft.* gets its own model even if
+the base's model.path exists; one that changes only the environment then starts from model.path.
 """
 
 import copy
@@ -20,14 +20,14 @@ from scalerl_jax.study.members import Study
 
 _FOLDER = "warm-start"
 _GROUPS = ("sft.", "environment.", "mixture.")
-_OF_PROMPTS_ALONE = ("environment.train_prompts", "environment.unanswerable")  # they change no trace
+_OF_PROMPTS_ALONE = ("environment.train_prompts", "environment.unanswerable")  # these change no trace
 
 
 @dataclasses.dataclass(frozen=True)
 class WarmStart:
-    """One that scalerl-sft makes."""
+    """A model that scalerl-sft makes."""
 
-    name: str  # of its folder
+    name: str  # name of its folder
     config: Config
 
     def model(self, workdir: str) -> str:
@@ -39,17 +39,17 @@ class WarmStart:
 
 @dataclasses.dataclass(frozen=True)
 class Starts:
-    """What each run starts from, by its name."""
+    """The model that each run starts from, by the run's name."""
 
     models: dict[str, str]  # folders
-    made: dict[str, WarmStart]  # of the runs whose model is made here
+    made: dict[str, WarmStart]  # for runs whose model is made here
     notes: tuple[str, ...]
 
 
 def starts(study: Study, workdir: str) -> Starts:
-    """Raises UserError where there is no model to start from, and the config makes none."""
+    """Finds each run's model. Raises UserError where there is no model and the config cannot make one."""
     given = study.base.model.path
-    # A model that was begun here stays the one, whatever appears elsewhere.
+    # Once a model was started here it is used, even if model.path appears later.
     there = os.path.isdir(given) and not os.path.isdir(os.path.join(workdir, _FOLDER)) if given else False
     models, made = dict[str, str](), dict[str, WarmStart]()
     for name, config in study.runs.items():

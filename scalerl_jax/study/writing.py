@@ -43,7 +43,7 @@ def write(
     commands: Mapping[str, str],
     finished: Sequence[str],
 ) -> list[str]:
-    """Returns the paths. command: the study's own. commands: of each run. finished: the runs that are."""
+    """Writes the files and returns their paths. command: the study's. commands: each run's. finished: finished runs."""
     paths = [os.path.join(workdir, name) for name in (CSV, PAGE, JSON)]
     write_whole(paths[0], evaluations(study, found))
     write_whole(paths[1], page.render(_page(workdir, study, found, command, commands, finished), scripts=_SCRIPTS))
@@ -53,15 +53,16 @@ def write(
 
 
 def _members_of(study: Study, run: str) -> list[str]:
-    """STUDY/MEMBER of every member that the run is of."""
+    """STUDY/MEMBER of every member that the run belongs to."""
     return [
         f"{name}/{member}" for name, members in study.members.items() for member, runs in members.items() if run in runs
     ]
 
 
 def evaluations(study: Study, found: Results) -> str:
-    """COLUMNS of every evaluation; recipe: the first of the runs that differ in the seed alone; task: its environments;
-    flops: of the model, trainer and generators, as the row has them. scalerl-fit and scalerl-calibrate read it."""
+    """A CSV table with COLUMNS of every evaluation. recipe: the first of the runs that differ only in the seed; task:
+    its environments; flops: the row's model FLOPs of trainer and generators. scalerl-fit and scalerl-calibrate read it.
+    """
     out = io.StringIO()
     table = csv.writer(out, lineterminator="\n")
     table.writerow(COLUMNS)
@@ -71,7 +72,7 @@ def evaluations(study: Study, found: Results) -> str:
     for run, rows in found.rows.items():
         config = study.runs[run]
         given = (flag.removeprefix("--") for flag in study.flags(config))
-        flags = " ".join(flag for flag in given if not flag.startswith("config.model.path="))  # a place on this machine
+        flags = " ".join(flag for flag in given if not flag.startswith("config.model.path="))  # a path on this machine
         for row in rows:
             table.writerow([
                 run, recipes[_recipe(study, config)], _task(config), " ".join(_members_of(study, run)), config.seed,
@@ -210,7 +211,7 @@ def tell(console: Console, found: Results) -> None:
 
 
 def sentences(one: StudyResults) -> list[str]:
-    """Of one study, in order, each a line."""
+    """The result lines of one study, in order."""
     lines = [f"{line}." for line in one.left_out]
     if one.missing:
         lines.append(f"not evaluated yet: {', '.join(one.missing)}.")
@@ -222,7 +223,7 @@ def sentences(one: StudyResults) -> list[str]:
 
 
 def cells(one: Member) -> list[str]:
-    """Of HEADS."""
+    """The cells of a member's row, one for each of HEADS."""
     seeds = f"{len(one.runs)} of {len(one.all_runs)}" if len(one.runs) < len(one.all_runs) else str(len(one.runs))
     ends = [f"{one.first:.3f}", f"{one.last:.3f}", f"{one.device_hours:.3g}"]
     if one.fitted is None:

@@ -1,12 +1,12 @@
 """The HTTP routes of Tinker's public client, as a Starlette application.
 
-    at once       sessions, samplers, what is known of models and checkpoints
+    at once       sessions, samplers, information about models and checkpoints
     later         create_model, load_weights, forward_backward, optim_step, save_weights, save_weights_for_sampler and
                   asample are answered with a request id, and retrieve_future waits for the answer
 
-A call is in the store before its id is given out. One that comes again, under the same number and with the same body,
-is the same call; with another body it is a 409. An id that is not known is a 410: the client asks again. What is asked
-and cannot be done is an answer {"error", "category"}, whose text the client raises.
+A call is in the store before its id is returned. A repeated call, under the same number and with the same body, is the
+same call; with another body it is a 409. An unknown id is a 410: the client asks again. A request that cannot be done
+is answered with {"error", "category"}, whose text the client raises.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _API = "/api/v1"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """names: that the base model may be asked for by, the first is its own; "*": any. token: of the key; "": any."""
+    """names: of the base model that clients may use, the first is its own; "*": any. token: of the key; "": any."""
 
     folder: str  # the base model's
     names: tuple[str, ...]
@@ -57,10 +57,10 @@ class Tinker:
         """family: of the base model. capacity: tokens of prompt and completion."""
         self._store, self._training, self._sampling, self._options = store, training, sampling, options
         self._family, self._capacity = family, capacity
-        self._answered: dict[str, asyncio.Event] = {}  # of the calls that somebody waits for
+        self._answered: dict[str, asyncio.Event] = {}  # of the calls that a client waits for
 
     def begin(self) -> None:
-        """Goes on with what is not answered."""
+        """Resumes the calls that are not answered."""
         for future in self._store.unanswered("asample"):
             self._sampling.begin(future)
         self._training.wake()
@@ -120,7 +120,7 @@ class Tinker:
                     self._forget(checkpoint)
                 return await serve(request)
             except ClientDisconnect:
-                return Response(status_code=400)  # nobody reads it
+                return Response(status_code=400)  # no client reads it
             except Conflict as error:
                 return JSONResponse({"detail": str(error)}, 409)
             except Refused as error:
@@ -263,12 +263,12 @@ class Tinker:
         return Response(status_code=204)
 
     def _forget(self, checkpoint: Mapping[str, Any]) -> None:
-        # The files first: whatever ends this process, what is left of them is still known.
+        # The files first: if this process ends in between, the remaining ones are still known.
         shutil.rmtree(checkpoint["folder"], ignore_errors=True)
         self._store.delete("checkpoints", checkpoint["id"])
 
     async def _versions(self, request: Request) -> Response:
-        """Which weights sampled each token: of each sequence [[run, weights, first token, end], ...]."""
+        """Which weights sampled each token: for each sequence [[run, weights, first token, end], ...]."""
         future = self._store.future(request.path_params["id"])
         if future is None or future.kind != "asample" or future.answer is None:
             raise ApiError(404, f"{request.path_params['id']} is no request that was sampled")

@@ -1,14 +1,14 @@
 """Sampling and scoring with saved weights, on servers that each hold one version at a time.
 
-    asked for      a call waits for a server that holds its weights
+    requested      a call waits for a server that holds its weights
     switched       weights that calls wait for and that no server holds go to a server without calls, or to one that has
-                   had its own for a turn: it finishes what it has, and is sent the others
-    turn           TURN_SECONDS, and TURN_PUSHES times as long as the last push took: so switching stays a small part
-    in flight      calls of a sampling client that follows its run do not end for a newer version: it is swapped in
-                   while they go on, and each token has the version that sampled it
+                   held its own for a turn: it finishes its calls, and is sent the others
+    turn           TURN_SECONDS, or TURN_PUSHES times the last push if that is longer: so switching stays a small part
+    in flight      calls of a sampling client that follows its run are not ended by a newer version: it is swapped in
+                   while they continue, and each token has the version that sampled it
 
-A server that is lost is asked for nothing; what it had is asked of another one, under the same name and seed. Weights
-are folders of files, and are read when they are sent.
+A lost server gets no requests; its calls go to another one, under the same name and seed. Weights are folders of files,
+and are read when they are sent.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Weights:
 class _Wait:
     """A call that has no server yet."""
 
-    wanted: Callable[[], Weights]  # which may be others by now, where it is in flight
+    wanted: Callable[[], Weights]  # which may be newer ones by now if it is in flight
     inflight: bool
     weights: Weights
     granted: "asyncio.Future[_Held]"
@@ -66,9 +66,9 @@ class _Held:
     step: int = 0
     since: float = 0.0
     pinned: int = 0  # calls, each by these weights alone
-    following: int = 0  # calls that go on with newer ones
-    newest: Callable[[], Weights] | None = None  # those that they are to go on with
-    coming: Weights | None = None  # what it is to hold next
+    following: int = 0  # calls that continue with newer ones
+    newest: Callable[[], Weights] | None = None  # those that they continue with
+    coming: Weights | None = None  # those that it will hold next
     pushing: "asyncio.Task[None] | None" = None
 
     @property
@@ -76,7 +76,7 @@ class _Held:
         return self.pinned + self.following
 
     def takes(self, wait: _Wait) -> bool:
-        """Whether it may be asked now."""
+        """Whether it may serve this call now."""
         status = self.server.status
         if self.weights is None or status is None or self.calls >= status.slots + 2:
             return False
@@ -87,7 +87,7 @@ class _Held:
 
 
 class Samplers:
-    """To be made and used on one event loop, while `run` runs there, and that of `generators`."""
+    """Created and used on one event loop, while `run` runs there, and that of `generators`."""
 
     def __init__(
         self, generators: Generators, *, decoder: DecoderConfig, dtype: str, chunk_bytes: int, push_seconds: float,
@@ -104,7 +104,7 @@ class Samplers:
         self.weights_of_step: dict[int, Weights] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         while True:
             self._dispatch()
             await asyncio.sleep(TICK_SECONDS)
@@ -112,9 +112,9 @@ class Samplers:
     async def generate(
         self, weights: Callable[[], Weights], request: GroupRequest, *, inflight: bool
     ) -> tuple[Completion, dict[int, Weights]]:
-        """A completion, and the weights of its versions. weights: those to sample with, asked at each try.
+        """A completion, and the weights of its versions. weights: returns those to sample with, called at each try.
 
-        Raises NoServer, Refused, ValueError where the weights cannot be read.
+        Raises NoServer, Refused, ValueError if the weights cannot be read.
         """
 
         async def ask(held: _Held) -> Completion:
@@ -140,7 +140,7 @@ class Samplers:
     async def _somewhere(
         self, weights: Callable[[], Weights], ask: Callable[[_Held], Awaitable[T]], *, inflight: bool
     ) -> T:
-        """What one of the servers answers that hold the weights."""
+        """The answer of one of the servers that hold the weights."""
         why = "no server is there"
         for _ in range(MOST_TRIES):
             async with self._on(weights, inflight=inflight) as held:
@@ -153,7 +153,7 @@ class Samplers:
 
     @contextlib.asynccontextmanager
     async def _on(self, wanted: Callable[[], Weights], *, inflight: bool) -> AsyncGenerator[_Held]:
-        """A server that holds the weights, as long as the block lasts."""
+        """A server that holds the weights for the duration of the block."""
         wait = _Wait(wanted, inflight, wanted(), asyncio.get_running_loop().create_future())
         self._waiting.append(wait)
         self._dispatch()
@@ -177,10 +177,10 @@ class Samplers:
             held.pinned -= 1
         self._dispatch()
 
-    # ---- who holds what
+    # ---- which server holds which weights
 
     def _dispatch(self) -> None:
-        """Everything that can be done now."""
+        """Does everything that can be done now."""
         there = [held for held in self._held if held.server.status is not None]
         for held in there:
             assert held.server.status is not None
@@ -219,12 +219,12 @@ class Samplers:
                 held.pushing = asyncio.create_task(self._push(held, held.coming))
 
     def _to_switch(self, wait: _Wait, there: list[_Held]) -> _Held | None:
-        """The server that is to hold these weights next, if one is."""
+        """The server to switch to these weights next, or None."""
         waited_for = {other.weights for other in self._waiting}
         now = time.monotonic()
         still = [held for held in there if held.coming is None and held.weights != wait.weights]
         idle = [held for held in still if held.weights not in waited_for]
-        if any(held.weights == wait.weights for held in there):  # it has its turn; those with nothing to do may help
+        if any(held.weights == wait.weights for held in there):  # that server has its turn; idle ones may help
             return next((held for held in idle if not held.calls), None)
         over = [held for held in still if now - held.since >= self._turn or self._follows(held, wait)]
         return min(idle or over, key=lambda held: held.calls, default=None)
@@ -247,7 +247,7 @@ class Samplers:
             self._incarnation.settle()
             tensors = await asyncio.to_thread(self._tensors, weights)
             self._step += 1
-            self.weights_of_step[self._step] = weights  # before a token is by them
+            self.weights_of_step[self._step] = weights  # before a token is sampled by them
             version = Version(self._incarnation.value, self._step)
             payload = payload_lib.dense(version, tensors, {}, chunk_bytes=self._chunk_bytes)
             await Push(server.stub.PushWeights(), payload).run(server_id=process, timeout=self._push_seconds)
@@ -255,7 +255,7 @@ class Samplers:
             why = str(error) or "nothing of the weights moved"
         except grpc.aio.AioRpcError as error:
             why = f"{error.code().name}: {error.details()}"
-        except (OSError, ValueError) as error:  # the folder's
+        except (OSError, ValueError) as error:  # of the folder
             for wait in [wait for wait in self._waiting if wait.weights == weights]:
                 self._waiting.remove(wait)
                 wait.granted.set_exception(ValueError(f"its weights cannot be read: {error}"))
@@ -269,7 +269,7 @@ class Samplers:
         self._dispatch()
 
     def _tensors(self, weights: Weights) -> payload_lib.Tensors:
-        """As they are sent. On a thread."""
+        """The tensors as they are sent. Runs on a thread."""
         if weights not in self._read:
             stored = Tensors(weights.folder, self._decoder)
             self._read[weights] = {name: stored[name].astype(self._dtype, copy=False) for name in stored}

@@ -1,11 +1,11 @@
-"""What a sampling client asks for: completions, and log-probs of prompt and completions, by its weights.
+"""Answers a sampling client: completions, and log-probs of prompt and completions, by its weights.
 
-    seed          a request's own, or made of its name; each of its samples has one made of that and its number
-    stop          token ids; or texts, which are looked for in what is sampled: it is cut behind the token that
+    seed          the request's own, or derived from its name; each sample's seed is derived from that and its number
+    stop          token ids; or texts, which are searched for in the completion: it is cut after the token that
                   completes one; none: the model's own; an empty list: nothing
     log-probs     of prompts, of their likeliest tokens, of the tokens that the request names: scored by a server
 
-A call that a killed process had not answered is asked once more, under the same name: with the same weights that is the
+A call that a killed process had not answered is sampled again, under the same name: with the same weights that is the
 same sample.
 """
 
@@ -35,13 +35,13 @@ MOST_TOP_K = 1024
 
 
 class Sampling:
-    """To be used on the loop of `samplers`."""
+    """Used on the loop of `samplers`."""
 
     def __init__(
         self, store: Store, samplers: Samplers, *, vocabulary: int, tokenizer: Tokenizer, capacity: Callable[[], int],
         seed: int, seconds: float, answered: Callable[[Future], None], fail: Callable[[BaseException], None],
     ):  # fmt: skip
-        """capacity: tokens of prompt and completion. seconds: for a call. fail: told of a fault that is no client's."""
+        """capacity: tokens of prompt and completion. seconds: for a call. fail: called with errors not the client's."""
         self._store, self._samplers, self._vocabulary = store, samplers, vocabulary
         self._chat = Chat(tokenizer, None, end_of_thinking="")
         self._capacity, self._seed, self._seconds = capacity, seed, seconds
@@ -77,7 +77,7 @@ class Sampling:
         self._answered(future)
 
     async def _sampled_in_time(self, future: Future) -> tuple[bytes, list[Any]]:
-        """(the answer, the versions). Raises what cannot be."""
+        """(the answer, the versions). Raises if the request cannot be served."""
         body = future.fields
         row = self._store.row("samplers", future.owner)
         assert row is not None
@@ -149,7 +149,7 @@ class Sampling:
     def _prompt_scores(
         self, body: Mapping[str, Any], prompt: np.ndarray
     ) -> tuple[dict[str, Any] | None, int, int | None, pb.Tensor | None]:
-        """(what is to be scored of the prompt, None: nothing; its top k; of the last how many tokens; the targets)"""
+        """(fields of the prompt's ScoreRequest or None; its top k; how many last tokens are wanted; the targets)"""
         top = number(body, "topk_prompt_logprobs", 0, 0, MOST_TOP_K, whole=True)
         last = number(body, "prompt_logprobs_last_n", None, 1, len(prompt), whole=True)
         wanted: dict[str, Any] = {"top_k": top} if top or body.get("prompt_logprobs") else {}

@@ -1,15 +1,15 @@
-"""What a server has been asked, and what it has answered: one SQLite file, which a killed process goes on with.
+"""Requests to a server and its answers: one SQLite file, from which a server continues after a kill.
 
     sessions      of clients
-    models        training runs: what they began from, and the newest weights that samplers in flight follow
-    samplers      sampling sessions: what each samples with
+    models        training runs: what they started from, and the newest weights that samplers in flight follow
+    samplers      sampling sessions: the weights that each samples with
     futures       each call that is answered later, under (owner, seq): the owner is a model or a sampling session
     checkpoints   what is saved, and where; their id is the tinker:// path
 
-A call is there once it is accepted, and a second one under its (owner, seq) is the same call or none at all; an answer
-is there for good. What a process that is killed had committed stays. `sync` is for what must outlive the machine, too.
+A call is stored once it is accepted, and a second one under its (owner, seq) is the same call or a Conflict; an answer
+is permanent. What was committed survives a kill of the process. `sync` is for what must survive the machine, too.
 
-Each thread opens a Store of its own.
+Each thread opens its own Store.
 """
 
 import contextlib
@@ -49,20 +49,20 @@ class Future:
     owner: str
     seq: int
     kind: str
-    body: bytes  # as it came
+    body: bytes  # as received
     answer: bytes | None = None  # None: not yet
-    proto: bool = False  # the answer is no JSON
+    proto: bool = False  # the answer is protobuf, not JSON
     failed: bool = False  # the answer is an error
     versions: str = ""  # JSON, of what was sampled
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The body, where it is JSON."""
+        """The body, if it is JSON."""
         return json.loads(self.body)
 
 
 class Store:
-    """The file in `folder`. Raises ValueError where it is none of ours."""
+    """The file in `folder`. Raises ValueError if it is not a usable database."""
 
     def __init__(self, folder: str):
         self.path = os.path.join(folder, "tinker.db")
@@ -80,7 +80,7 @@ class Store:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """All that is written in the block, or nothing."""
+        """Commits all that is written in the block, or nothing."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -90,7 +90,7 @@ class Store:
         self._db.execute("COMMIT")
 
     def sync(self) -> None:
-        """What was committed is on the disk."""
+        """Flushes what was committed to the disk."""
         self._db.execute("PRAGMA wal_checkpoint(FULL)").fetchall()
 
     def row(self, table: str, key: str) -> dict[str, Any] | None:
@@ -98,13 +98,13 @@ class Store:
         return None if found is None else dict(found)
 
     def rows(self, table: str, **equal: Any) -> list[dict[str, Any]]:
-        """Those that have these values, in the order in which they were put in."""
+        """The rows with these values, in order of insertion."""
         where = " AND ".join(f"{name} = ?" for name in equal) or "1"
         found = self._db.execute(f"SELECT * FROM {table} WHERE {where} ORDER BY rowid", tuple(equal.values()))
         return [dict(row) for row in found]
 
     def put(self, table: str, **values: Any) -> None:
-        """A row, in the place of one with its key."""
+        """Inserts a row, or replaces the one with its key."""
         marks = ", ".join("?" * len(values))
         self._db.execute(
             f"INSERT OR REPLACE INTO {table} ({', '.join(values)}) VALUES ({marks})", tuple(values.values())
@@ -118,12 +118,12 @@ class Store:
         self._db.execute(f"DELETE FROM {table} WHERE id = ?", (key,))
 
     def expired(self) -> list[dict[str, Any]]:
-        """The checkpoints whose time is over."""
+        """The checkpoints that have expired."""
         found = self._db.execute("SELECT * FROM checkpoints WHERE expires < ?", (time.time(),))
         return [dict(row) for row in found]
 
     def new_session(self, body: Mapping[str, Any]) -> str:
-        """Its name: a number, so that the same calls after the same start have the same names."""
+        """The new session's name: numbered, so that the same calls after the same start have the same names."""
         with self.writing():
             number = self._db.execute("SELECT COALESCE(MAX(number), -1) + 1 FROM sessions").fetchone()[0]
             name = f"session-{number}"
@@ -158,20 +158,20 @@ class Store:
         return [_future(row) for row in found]
 
     def done(self, owner: str) -> int:
-        """The number of the last call of a model that is answered; -1: none is."""
+        """The number of the last answered call of a model; -1 if none is."""
         found = self._db.execute("SELECT MAX(seq) FROM futures WHERE owner = ? AND answer IS NOT NULL", (owner,))
         last = found.fetchone()[0]
         return -1 if last is None else last
 
     def next_call(self, owner: str) -> Future | None:
-        """The first call of a model that is not answered, where every one before it is there and answered."""
+        """The first unanswered call of a model, if every call before it has arrived and is answered."""
         found = self._db.execute(
             "SELECT * FROM futures WHERE owner = ? AND seq = ? AND answer IS NULL", (owner, self.done(owner) + 1)
         ).fetchone()
         return None if found is None else _future(found)
 
     def waiting(self) -> list[str]:
-        """The models that have calls which are not answered, by the oldest one."""
+        """The models that have unanswered calls, ordered by the oldest one."""
         found = self._db.execute(
             "SELECT owner FROM futures JOIN models ON models.id = owner WHERE answer IS NULL "
             "GROUP BY owner ORDER BY MIN(futures.rowid)"
@@ -179,14 +179,14 @@ class Store:
         return [row["owner"] for row in found]
 
     def answered_after(self, owner: str, seq: int) -> list[Future]:
-        """The calls of a model that were answered, in order."""
+        """The answered calls of a model after call `seq`, in order."""
         found = self._db.execute(
             "SELECT * FROM futures WHERE owner = ? AND seq > ? AND answer IS NOT NULL ORDER BY seq", (owner, seq)
         )
         return [_future(row) for row in found]
 
     def forget_bodies(self, owner: str, through: int) -> None:
-        """Of a model's calls up to `through`, which a checkpoint has."""
+        """Drops the bodies of a model's calls up to `through`, which a checkpoint contains."""
         self._db.execute("UPDATE futures SET body = x'' WHERE owner = ? AND seq BETWEEN 1 AND ?", (owner, through))
 
 

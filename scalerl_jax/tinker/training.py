@@ -1,13 +1,13 @@
-"""Training runs: the calls of each in the order of their numbers, on a thread of its own, one run at a time.
+"""Training runs: the calls of each in the order of their numbers, on a separate thread, one run at a time.
 
-    a run         trainer, state, the gradient that has added up since the last step
-    in order      call n + 1 begins when n is answered; those that come early wait in the store
-    checkpoint    of the state behind an optimizer's step, once SAVE_SECONDS have passed since the last one. A run that
-                  goes on, after a kill or after another one had the mesh, is that, and the calls behind it once more
-    the mesh      has one run. Another one that is asked for something gets it when the first was idle for IDLE_SECONDS
+    a run         trainer, state, the gradient accumulated since the last step
+    in order      call n + 1 begins when n is answered; those that arrive early wait in the store
+    checkpoint    of the state after an optimizer step, once SAVE_SECONDS have passed since the last one. A run that
+                  resumes, after a kill or after another one had the mesh, restores it and repeats the calls after it
+    the mesh      holds one run. Another run that has a call gets it when the first was idle for IDLE_SECONDS
 
-Answers that are there stay what they are, whatever is computed once more. A step whose gradient is not finite is
-answered with an error, and the run goes on without it.
+Stored answers do not change when calls are repeated. A step whose gradient is not finite is answered with an error, and
+the run continues without it.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ _ATTENTION, _MLP = "q_proj,k_proj,v_proj,o_proj", "gate_proj,up_proj,down_proj"
 
 
 def targets_of(lora: Mapping[str, Any], decoder: DecoderConfig) -> str:
-    """As config.lora has them. Raises Refused."""
+    """The targets, in config.lora's form. Raises Refused."""
     attention, mlp = lora.get("train_attn", True), lora.get("train_mlp", True)
     names = ["all-linear"] if attention and mlp else [_ATTENTION] * attention + [_MLP] * mlp
     if lora.get("train_unembed", True) and not decoder.tied_embeddings:
@@ -55,18 +55,18 @@ def targets_of(lora: Mapping[str, Any], decoder: DecoderConfig) -> str:
 
 @dataclasses.dataclass
 class _Run:
-    """The one that has the mesh."""
+    """The run that has the mesh."""
 
     id: str
     trainer: Trainer
     checkpoints: Checkpoints
-    saved: int  # the number of the call that the newest checkpoint is behind
+    saved: int  # the number of the last call in the newest checkpoint
     saved_at: float
     pending: Pending | None = None
 
 
 class Training:
-    """Of one base model. `answered` is called on the thread with each call that has its answer."""
+    """Training of one base model. `answered` is called on the training thread with each answered call."""
 
     def __init__(
         self,
@@ -78,11 +78,11 @@ class Training:
         answered: Callable[[Future], None],
         fail: Callable[[BaseException], None],
     ):
-        """longest: tokens of a datum and its last target. fail: told of a fault that is no client's."""
+        """longest: tokens of a datum and its last target. fail: called with errors that are not a client's."""
         self._config, self._decoder, self._folder, self._longest = config, decoder, folder, longest
         self._answered, self._fail = answered, fail
         self._something, self._over = threading.Event(), False
-        self._trainers: dict[tuple[int, str, int], Trainer] = {}  # one at the most
+        self._trainers: dict[tuple[int, str, int], Trainer] = {}  # at most one
         self._run: _Run | None = None
         self.holder = ""  # the run that has the mesh
         self._thread = threading.Thread(target=self._work, name="training", daemon=True)
@@ -91,11 +91,11 @@ class Training:
         self._thread.start()
 
     def wake(self) -> None:
-        """There is a call."""
+        """Called when there is a new call."""
         self._something.set()
 
     def close(self) -> None:
-        """Ends with the call that is computed, and a checkpoint."""
+        """Ends after the current call, with a checkpoint."""
         self._over = True
         self.wake()
         self._thread.join()
@@ -120,7 +120,7 @@ class Training:
             self._fail(error)
 
     def _next(self, idle: float) -> Future | None:
-        """The call that is to be computed now."""
+        """The call to compute now."""
         waiting = self._store.waiting()
         run = self._run
         if run is not None and run.id in waiting and (future := self._store.next_call(run.id)) is not None:
@@ -158,14 +158,14 @@ class Training:
         if future.kind == "save_weights_for_sampler":
             return self._save_for_sampler(run, future), False
         path = {"path": future.fields["path"]} if future.kind == "load_weights" else {}
-        if path and future.seq:  # into a run that is there
+        if path and future.seq:  # into an existing run
             self._load(run, future.fields)
         return {**path, "model_id": future.owner, "type": future.kind}, False
 
-    # ---- taking up a run
+    # ---- loading a run
 
     def _taken_up(self, model: str) -> _Run:
-        """The run, which then has the mesh."""
+        """Gives the run the mesh, and returns it."""
         if self._run is not None and self._run.id == model:
             return self._run
         self._leave()
@@ -188,7 +188,7 @@ class Training:
         return run
 
     def _again(self, run: _Run, future: Future) -> None:
-        """What a call that was answered has changed of the state."""
+        """Repeats the state change of an answered call."""
         if future.kind == "optim_step":
             pending, run.pending = run.pending, None
             if not future.failed:
@@ -215,7 +215,7 @@ class Training:
         return lambda dtype: load_hf(self._config.model.path, trainer.mesh, dtype)[1]
 
     def _load(self, run: _Run, body: Mapping[str, Any]) -> None:
-        """The state that is saved under a path. Raises ValueError where there is none, or of another kind."""
+        """Loads the state saved under a path. Raises ValueError if there is none, or it is of another kind."""
         row = self._store.row("checkpoints", body["path"])
         if row is None or row["kind"] != "training" or newest_step(row["folder"]) is None:
             raise Refused(f"path: {body['path']} is no checkpoint of a training run")
@@ -228,7 +228,7 @@ class Training:
             run.trainer.start(found.state["params"], run.trainer.frozen or None)
 
     def _leave(self) -> None:
-        """The run that has the mesh is saved where it can be, and gives it back."""
+        """Saves the run that has the mesh if possible, and frees the mesh."""
         run, self._run, self.holder = self._run, None, ""
         if run is not None:
             done = self._store.done(run.id)
@@ -241,8 +241,8 @@ class Training:
         if not at_once and time.monotonic() - run.saved_at < SAVE_SECONDS:
             return
         run.checkpoints.wait()
-        self._store.forget_bodies(run.id, run.saved)  # of the checkpoint before, which is on the disk
-        self._store.sync()  # no checkpoint is of calls that the store does not know to be answered
+        self._store.forget_bodies(run.id, run.saved)  # of the previous checkpoint, which is on the disk
+        self._store.sync()  # a checkpoint must not contain calls that are not stored as answered
         run.trainer.save(run.checkpoints, call, manifest={"call": call}, arrays={})
         run.saved, run.saved_at = call, time.monotonic()
 
@@ -273,7 +273,7 @@ class Training:
         try:
             sums = run.trainer.optim_step(pending, optimizer=optimizer, learning_rate=given["learning_rate"])
         except FloatingPointError:
-            self._run, self.holder = None, ""  # the state is lost, and made again from the checkpoint
+            self._run, self.holder = None, ""  # the state is lost, and restored from the checkpoint
             run.checkpoints.close()
             raise
         return {"grad_norm:mean": sums["gradient_norm"], "micro_batches:sum": float(sums["micro_batches"])}
@@ -330,7 +330,7 @@ class Training:
         )  # fmt: skip
 
     def _drop_snapshots(self, model: str) -> None:
-        """The oldest ones, which nothing waits for."""
+        """Deletes the oldest ones that nothing waits for."""
         folder = self._place(model, "snapshots")
         there = sorted((int(name) for name in os.listdir(folder) if name.isdigit()), reverse=True)
         row = self._store.row("models", model)

@@ -1,18 +1,18 @@
-"""What clients send as protobuf, as segments and objectives of the trainer, and what they are answered.
+"""Converts clients' protobuf requests to segments and objectives of the trainer, and encodes the answers.
 
     cross_entropy         - sum w logp                                       reinforce, with w as the advantage
     importance_sampling   - sum r A                                          clip, without a bound
     ppo                   - sum min(r A, clip(r, low, high) A)               clip
     cispo                 - sum sg(min(r, high)) A logp                      cispo
-    gspo                  as ppo, s = exp(mean log r) in the place of r      gspo, whose tokens are the sequence's
+    gspo                  as ppo, with s = exp(mean log r) instead of r      gspo, whose tokens are the sequence's
     dro                   - sum (A logp - beta / 2 (log r)^2)                dro
 
-r = exp(logp - logprobs), the sums over all tokens of all data; a token with advantage 0 has no part. A datum of n input
-tokens is one segment of n + 1: targets are the inputs moved by one, and the last target.
+r = exp(logp - logprobs), the sums over all tokens of all data; a token with advantage 0 does not count. A datum of n
+input tokens is one segment of n + 1: targets are the inputs shifted by one, and the last target.
 
 Numbers are those of loss_fn_config: `clip_low_threshold` and `clip_high_threshold`, bounds of r itself; `beta`.
 
-What is not offered raises Refused, whose text the client shows.
+Unsupported requests raise Refused, whose text the client shows.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _DTYPES: dict[int, Any] = {
     pb.DTYPE_BFLOAT16: ml_dtypes.bfloat16,
 }
 _LOW, _HIGH, _BETA = "clip_low_threshold", "clip_high_threshold", "beta"
-_NUMBERS = {  # of each loss, with what they are where the call has none
+_NUMBERS = {  # of each loss, with their defaults
     "cross_entropy": {},
     "importance_sampling": {},
     "ppo": {_LOW: 0.8, _HIGH: 1.2},
@@ -51,7 +51,7 @@ _EMPTY = -99999.0  # the log-prob where there is no token
 
 
 class Refused(ValueError):
-    """What is asked cannot be done; the text is the client's."""
+    """The request cannot be done; the text is for the client."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ def objective_of(request: pb.ForwardBackwardRequest) -> ObjectiveConfig:
 
 
 def _segment(where: str, datum: pb.Datum, loss: str, *, forward_only: bool, vocabulary: int, longest: int) -> Segment:
-    """forward_only: the log-probs are what it is for, so every target counts."""
+    """forward_only: only log-probs are computed, so every target counts."""
     tokens = []
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("kind")
@@ -154,7 +154,7 @@ def _segment(where: str, datum: pb.Datum, loss: str, *, forward_only: bool, voca
         advantages, logprobs = tensor("weights"), np.zeros(len(inputs), np.float32)
     else:
         advantages, logprobs = tensor("advantages"), tensor("logprobs")
-    follows = targets[:-1] == inputs[1:]  # what is no loss token may have any target: several recipes have 0 there
+    follows = targets[:-1] == inputs[1:]  # a token without loss may have any target: several recipes have 0 there
     if not np.all(follows if forward_only else follows | (advantages[:-1] == 0)):
         raise Refused(f"{where}.target_tokens: only the tokens that follow the inputs are offered as targets")
     weights = (advantages != 0).astype(np.float32)
@@ -163,7 +163,7 @@ def _segment(where: str, datum: pb.Datum, loss: str, *, forward_only: bool, voca
         if np.any(advantages[mask == 0] != 0):
             raise Refused(f"{where}.sequence_ratio_mask: it leaves out tokens that have an advantage")
         weights = (mask != 0).astype(np.float32)
-    given.pop("mask", None)  # what several clients send beside the advantages, which it has been multiplied into
+    given.pop("mask", None)  # several clients send it with the advantages, which it is already multiplied into
     if given:
         raise Refused(f"{where}.loss_fn_inputs: {loss} does not take {', '.join(sorted(given))}")
     parts = [np.concatenate([[0], part]).astype(np.float32) for part in (weights, advantages, logprobs)]
@@ -239,8 +239,8 @@ def samples_of(
 ) -> bytes:  # fmt: skip
     """The answer to a sampling request.
 
-    tops: of each completion's tokens, where they are asked for. prompt: of the prompt's tokens. last: of these only so
-    many are wanted; None: all. targets: as they were asked for, without values.
+    tops: of each completion's tokens, if requested. prompt: of the prompt's tokens. last: how many of these, the last
+    ones, are wanted; None: all. targets: as requested, without values.
     """
     response = pb.SampleResponse()
     for completion, top in zip(completions, tops, strict=True):

@@ -1,1 +1,1 @@
-"""What the warm start learns from: traces, each a prompt and the pieces of what follows it."""
+"""Traces, the training data of the warm start: each a prompt and the pieces of text that follow it."""

@@ -1,10 +1,10 @@
-"""The traces of the environments that make their problems themselves, made as they are needed.
+"""Traces of the environments that generate their own problems, generated on demand.
 
     draw(rng, environment, *, validation) -> problem with a text
     trace(problem, rng, *, error_rate, phrase) -> pieces of the completion
 
-An environment whose file has these two is a row of BUILT_IN. Of a mixture those that are here give the traces, by
-their weights; an update is a function of (seed, update).
+An environment whose file has these two functions is a row of BUILT_IN. In a mixture the environments listed there give
+the traces, by their weights; the traces of an update are a function of (seed, update).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,11 +22,11 @@ from scalerl_jax.traces.conversations import continued, end_of_turn
 from scalerl_jax.traces.example import Example, fill, join
 
 BUILT_IN: dict[str, ModuleType] = {"arithmetic": arithmetic, "programs": programs}
-_STREAM, _EVALUATION = 3, 5  # of random numbers, beside those of the environments and of a new decoder
+_STREAM, _EVALUATION = 3, 5  # random streams, distinct from those of the environments and of a new decoder
 
 
 def makers(config: Config) -> list[Config]:
-    """The config of each environment of the run's that makes its problems. Raises ValueError where there is none."""
+    """The config of each environment of the run that generates its problems. Raises ValueError if there is none."""
     there = parts.configs(config)
     found = {name: part for name, part in there.items() if part.environment.name in BUILT_IN}
     if not found:
@@ -43,7 +43,7 @@ def makers(config: Config) -> list[Config]:
 
 
 def corpus(config: Config) -> Iterator[str]:
-    """What a new tokenizer is made from."""
+    """Texts from which a new tokenizer is made."""
     for part in makers(config):
         module = BUILT_IN[part.environment.name]
         phrase = config.rollout.interruption_text
@@ -51,11 +51,11 @@ def corpus(config: Config) -> Iterator[str]:
 
 
 class BuiltInTraces:
-    """From training problems only. Raises ValueError where the config has no environment of BUILT_IN."""
+    """Generated traces of training problems. Raises ValueError where the config has no environment of BUILT_IN."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
         self._config, self._tokenizer = config, tokenizer
-        # Interruptions are part of what is taught only where the run will interrupt.
+        # Traces contain interruptions only if the run will interrupt.
         rollout = config.rollout
         interrupts = rollout.length_control == "interrupt" and rollout.thinking_budget_max > 0
         self._phrase = rollout.interruption_text if interrupts else ""
@@ -68,16 +68,16 @@ class BuiltInTraces:
         ]
         weights = np.asarray([environment.weight for environment in self._environments])
         self._weights = weights / weights.sum()
-        # Lines on what was left out: nothing; and on how they end.
+        # Lines for the user on how the traces end; none are left out.
         rendered = [one for one, part in zip(self._prompts, found) if part.environment.chat_template == "always"]
         unknown = [prompts.template().unknown_end(tokenizer) for prompts in rendered]
         self.notes = list(dict.fromkeys(filter(None, unknown)))
-        self.longest = config.sft.seq_len + 1  # tokens; no more than that
+        self.longest = config.sft.seq_len + 1  # upper bound, in tokens
         if [environment.name for environment in self._environments] == ["arithmetic"]:
             self.longest = self._longest_chain(self._environments[0])
 
     def batch(self, update: int) -> list[Example]:
-        """Raises ValueError where a trace does not fit into a row."""
+        """The traces of one update. Raises ValueError where a trace does not fit into a row."""
         sft = self._config.sft
         rng = np.random.default_rng([self._config.seed, _STREAM, update])
         examples = self._examples(rng, validation=False)

@@ -1,21 +1,21 @@
-"""A trace as the policy would write it: the prompt as it is asked, and pieces of text, of which the assistant's count.
+"""A trace as the policy would write it: the prompt as in RL, and pieces of text; only the assistant's are trained on.
 
-    {"prompt", "completion"}   the prompt as a row's (environments/prompts.py), the completion behind it; where the chat
-                               template renders the prompt they are a chat's question and answer
-    {"messages"}               a chat through the model's template; all turns of the assistant are trained on that the
-                               whole chat has as the policy would write them, but for those with "weight": 0, as
-                               OpenAI's files have it ("train" or "training": false in others); what comes after the
-                               last turn that is trained on is left out
-    {"messages", "tools"}      a chat whose turns call tools: an episode of RL, token for token. The prompt is what
-                               stands before the first answer, each turn is rendered as the last of the chat, and what
-                               stands between two turns is the reply that an episode's environment gives. So the
-                               thinking of every turn stays, as it does in episodes
+    {"prompt", "completion"}   the prompt rendered like a row's (environments/prompts.py), then the completion; if the
+                               chat template renders the prompt, they are a chat's question and answer
+    {"messages"}               a chat through the model's template. An assistant turn is trained on if the whole chat
+                               contains it as the policy would write it, unless it has "weight": 0, as in OpenAI's
+                               files ("train" or "training": false in others); everything after the last trained turn
+                               is left out
+    {"messages", "tools"}      a chat whose turns call tools: an episode of RL, token for token. The prompt is the text
+                               before the first answer, each turn is rendered as the last of the chat, and the text
+                               between two turns is the environment's reply in an episode. So the thinking of every
+                               turn stays, as it does in episodes
 
-A turn begins where the messages before it end, rendered with the generation prompt, and ends where the messages up to
-it do; a template that marks turns ({% generation %}) says so itself. Both renderings begin the whole chat's, or the
-turn is context: templates of thinking models drop the thinking of all turns but the last. Where even the last is not
-written down as it was (DeepSeek-R1's template drops its thinking too), its text follows the generation prompt. A last
-turn without a stop token gets the one that the template ends turns with: it need not be the first of the model's.
+A turn starts at the end of the messages before it, rendered with the generation prompt, and ends at the end of the
+messages up to it; a template that marks turns ({% generation %}) gives both itself. Both renderings must be prefixes of
+the whole chat's, or the turn is context: templates of thinking models drop the thinking of all turns but the last. If
+even the last turn is changed (DeepSeek-R1's template drops its thinking too), its text follows the generation prompt. A
+last turn without a stop token gets the one with which the template ends turns, which may not be the model's first.
 """
 
 import dataclasses
@@ -33,24 +33,24 @@ from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.environments.tool_calls import Schemas, makes_calls
 
 Messages = Sequence[Mapping[str, Any]]
-_ABSENT = (0, 0)  # the place of a turn that is not found
-_CONTENT = "said 5d1e08"  # a text that no message has, to see where a template writes the content of a turn
-_WEIGHTS = ("weight", "train", "training")  # of a message, 0 or false: it is context
+_ABSENT = (0, 0)  # the span of a turn that is not found
+_CONTENT = "said 5d1e08"  # a text that no message contains, to find where a template writes a turn's content
+_WEIGHTS = ("weight", "train", "training")  # fields of a message; 0 or false: it is context
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What is trained on of a row."""
+    """The prompt and pieces of one row."""
 
-    prompt: Sequence[int]  # token ids of what stands before the pieces
+    prompt: Sequence[int]  # token ids of the text before the pieces
     pieces: Sequence[Piece]
 
 
 def continued(prompt: str, completion: str, end: str) -> str:
-    """The completion without the marker that its prompt has opened thinking with already.
+    """The completion without its opening marker of thinking, if the prompt ends with that marker.
 
-    Raises ValueError where the prompt has closed thinking, and the completion thinks; or it has opened thinking, and
-    the completion never ends it, which would teach never to answer.
+    Raises ValueError where the prompt has closed thinking and the completion thinks, or where the prompt has opened
+    thinking and the completion never ends it, which would teach never to answer.
     """
     at_end = thinking_at_end(prompt, end)
     if at_end == "closed" and end in completion:
@@ -59,7 +59,7 @@ def continued(prompt: str, completion: str, end: str) -> str:
     bare = completion.lstrip()
     if at_end == "opened" and bare.startswith(opening(end)):
         bare = bare.removeprefix(opening(end))
-        # The prompt has the end of the line, too, that follows the marker.
+        # The prompt also has the newline that follows the marker.
         return bare.removeprefix("\n") if prompt.endswith("\n") else bare
     return completion
 
@@ -73,14 +73,14 @@ def _check_ended(prompt: str, completion: str, end: str) -> None:
 
 
 def end_of_turn(prompts: Prompts, tokenizer: Tokenizer) -> str:
-    """The stop token that the chat template writes behind what the assistant says, as text; "": it writes none."""
+    """The stop token that the chat template writes after the assistant's text, as text; "" if it writes none."""
     asked = prompts.complete([{"role": "user", "content": "?"}])
     behind = tokenizer.encode(prompts.template().behind_answer(asked))
     return next((tokenizer.decode([token]) for token in behind if token in tokenizer.stop_ids), "")
 
 
 class Conversations:
-    """Of one environment's prompts (config.environment)."""
+    """Renders traces with the prompts of one environment (config.environment)."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
         self._config, self._tokenizer, self._prompts = config, tokenizer, Prompts(config, tokenizer)
@@ -106,7 +106,7 @@ class Conversations:
         return notes
 
     def answered(self, prompt: str, completion: str, tools: Schemas = ()) -> Trace:
-        """Of two texts. Raises ValueError, one line."""
+        """The trace of a prompt and a completion. Raises ValueError, one line."""
         if self._config.environment.chat_template == "always" or tools:
             answer = self._without_end(completion)
             return self.turns([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], tools)
@@ -114,7 +114,7 @@ class Conversations:
         return Trace(row.token_ids.tolist(), [Piece(continued(row.text, completion, self._end))])
 
     def turns(self, messages: Messages, tools: Schemas = ()) -> Trace:
-        """Of a chat; what comes after the last turn that is trained on is left out. Raises ValueError, one line."""
+        """The trace of a chat, up to the last turn that is trained on. Raises ValueError, one line."""
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at > 0]
         trained = [at for at in answers if _trained(messages[at])]
         if not trained:
@@ -127,7 +127,7 @@ class Conversations:
             raise ValueError("the assistant's last message is empty")
         if tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
             return self._episode(messages[: trained[-1] + 1], answers[: answers.index(trained[-1]) + 1], tools)
-        # The prompt of the last turn has the system prompt and the suffix where a prompt of RL has them.
+        # The last turn's prompt gets the system prompt and the suffix as prompts of RL do.
         before = self._prompts.complete(messages[: trained[-1]])
         chat = [*before, messages[trained[-1]]]
         template, begin = self._prompts.template(), self._prompts.ask(before)
@@ -155,13 +155,13 @@ class Conversations:
         return Trace([], [*pieces, Piece(text[done:end], trained=False), Piece(completion)])
 
     def _episode(self, chat: Messages, answers: Sequence[int], tools: Schemas) -> Trace:
-        """A chat as an episode of RL has it. answers: where the assistant's turns are; the chat ends with the last."""
+        """A chat as an episode of RL. answers: indices of the assistant's turns; the chat ends with the last one."""
         prompts, end = self._prompts, 0
         said = list(prompts.complete(chat[: answers[0]]))
         pieces = [Piece(prompts.ask(said, tools=tools), trained=False)]
         for at in answers:
             if pieces[1:]:
-                # An episode's messages have nothing else: an id or a name would be another text in some templates.
+                # As in an episode, only these fields: an id or a name would change the text in some templates.
                 replies = [{"role": message["role"], "content": message["content"]} for message in chat[end:at]]
                 if not replies:
                     raise ValueError(f"messages {at} and {at + 1} are both the assistant's")
@@ -173,13 +173,13 @@ class Conversations:
         return Trace([], pieces)
 
     def _turn(self, said: Messages, message: Mapping[str, Any], tools: Schemas) -> str:
-        """What the policy would write of the assistant's `message` behind what was said, with the end of the turn."""
+        """The assistant's `message` as the policy would write it after the messages `said`, with its end of turn."""
         template = self._prompts.template()
         begin = template.render(said, tools=tools)
         whole = template.render([*said, message], generation_prompt=False, tools=tools)
         turn = whole[len(begin) :] if whole.startswith(begin) else ""
         if not turn or not self._as_given(message, turn):
-            # The thinking as it was given, and behind it what the template writes of a message without one.
+            # The thinking as given, followed by the template's text of the message without thinking.
             self._counts["behind"] += 1
             text = _text(message, self._end)
             answer = text.rpartition(self._end)[2].lstrip() if self._end and self._end in text else text
@@ -205,15 +205,15 @@ class Conversations:
         return self._end_of_turn
 
     def _without_end(self, completion: str) -> str:
-        """Without the stop token that it may have been written down with."""
+        """The completion without a stop token at its end, if it has one."""
         bare = completion.rstrip()
         stop = next((stop for stop in self._stops if stop and bare.endswith(stop)), "")
         return bare.removesuffix(stop) if stop else completion
 
     def _spans(self, chat: Messages, whole: str, last_begin: str) -> list[tuple[int, int]]:
-        """Where the assistant's turns are in the chat's text; the last is _ABSENT where it is not found.
+        """Spans of the assistant's turns in the chat's text; the last is _ABSENT if it is not found.
 
-        last_begin: the prompt of the last one.
+        last_begin: the prompt of the last turn.
         """
         template = self._prompts.template()
         spans = []
@@ -236,7 +236,7 @@ class Conversations:
 
     @staticmethod
     def _weighted(spans: Sequence[tuple[int, int]], chat: Messages) -> list[tuple[int, int]]:
-        """Those that are trained on of the turns that the template marks. Raises ValueError, one line."""
+        """The spans, among those that the template marks, that are trained on. Raises ValueError, one line."""
         turns = [_trained(message) for message in chat if message["role"] == "assistant"]
         if all(turns):
             return list(spans)
@@ -248,7 +248,7 @@ class Conversations:
         return [span for span, trained in zip(spans, turns) if trained]
 
     def _as_given(self, message: Mapping[str, Any], written: str) -> bool:
-        """Whether a turn's part of the chat's text has the thinking that the message has, once, and its answer."""
+        """Whether a turn's part of the chat's text contains the message's thinking, once, and its answer."""
         text, end = _text(message, self._end), self._end
         if not end or end not in text:
             return text.strip() in written
@@ -257,7 +257,7 @@ class Conversations:
 
 
 def _text(message: Mapping[str, Any], end: str) -> str:
-    """What the message says, its thinking in front where that stands by itself."""
+    """The text of the message, preceded by its thinking if that is a separate field."""
     thought = message.get("reasoning_content")
     if not isinstance(thought, str) or not thought:
         return str(message["content"])
@@ -265,19 +265,19 @@ def _text(message: Mapping[str, Any], end: str) -> str:
 
 
 def _trained(message: Mapping[str, Any]) -> bool:
-    """Whether a message is trained on, as far as it says so itself."""
+    """Whether a message's own fields allow training on it."""
     return not any(name in message and message[name] == 0 for name in _WEIGHTS)
 
 
 def read_messages(value: Any) -> Messages:
-    """A chat from a row's cell: {"role", "content"} or {"from", "value"} of each message, as ShareGPT has it.
+    """A chat from a row's cell: messages with {"role", "content"}, or {"from", "value"} as in ShareGPT.
 
-    Raises ValueError where it is none.
+    Raises ValueError where it is not a chat.
     """
     if not isinstance(value, list) or not value:
         raise ValueError("is no list of messages")
     messages: list[dict[str, Any]] = []
-    waiting: list[Any] = []  # ids of calls whose results come next; None: a call without one
+    waiting: list[Any] = []  # ids of calls whose results come next; None: a call without an id
     for number, given in enumerate(value, 1):
         if not isinstance(given, Mapping):
             raise ValueError(f"message {number} is not an object")
@@ -304,7 +304,7 @@ def read_messages(value: Any) -> Messages:
             )
         if message["role"] == "tool":
             before = messages[-1] if messages else {}
-            if before.get("role") == "assistant":  # older sets have the calls in its text
+            if before.get("role") == "assistant":  # in older sets the calls are in the text
                 calls = before.get("tool_calls", [{}] * makes_calls(before["content"]))
                 waiting = [call.get("id") for call in calls]
             elif before.get("role") != "tool":
@@ -322,7 +322,7 @@ def read_messages(value: Any) -> Messages:
 
 
 def _read_calls(value: Any) -> list[dict[str, Any]]:
-    """A message's calls in OpenAI's shape, with the arguments as an object. Raises ValueError where they are none."""
+    """A message's calls in OpenAI's format, with the arguments as an object. Raises ValueError if malformed."""
     if not isinstance(value, list):
         raise ValueError(f"tool_calls is {type(value).__name__}, not a list")
     calls = []
@@ -346,7 +346,7 @@ def _read_calls(value: Any) -> list[dict[str, Any]]:
 
 
 def _take(waiting: list[Any], asked: Any, number: int) -> None:
-    """Removes the call that message `number` is the result of. Raises ValueError where it is the result of none."""
+    """Removes the call whose result is message `number`. Raises ValueError if it is not the result of a call."""
     for call in (asked, None):
         if call in waiting:
             return waiting.remove(call)
@@ -357,9 +357,9 @@ def _take(waiting: list[Any], asked: Any, number: int) -> None:
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:
-    """The JSON schemas of a row's tools: a list or its JSON text, of functions with or without what wraps them.
+    """The JSON schemas of a row's tools: a list or its JSON text, of functions with or without their wrapper.
 
-    Raises ValueError where they are none.
+    Raises ValueError where they are malformed.
     """
     if isinstance(value, str) and value.strip():
         try:
@@ -381,7 +381,7 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Of a table: an object there has the keys of all rows, and null where it has none of its own."""
+    """Drops null values: in a table an object has the keys of all rows, with null for those it lacks."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value

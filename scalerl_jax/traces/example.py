@@ -1,4 +1,4 @@
-"""A trace in tokens, and as many of them as fill the rows of an update."""
+"""A trace in tokens, and filling the rows of an update with traces."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -17,17 +17,17 @@ class Example:
     """A trace in tokens."""
 
     tokens: np.ndarray  # [t] int32, prompt, completion, end of sequence
-    trained: np.ndarray  # [t] bool, the loss tokens
+    trained: np.ndarray  # [t] bool, whether it is a loss token
 
 
 def join(
     prompt: Sequence[int], pieces: Sequence[Sequence[int]], trained: Sequence[bool], tokenizer: Tokenizer
 ) -> Example:
-    """The prompt is context, and so are pieces that are not trained on; the completion ends with the stop token.
+    """Joins prompt and pieces. The prompt and untrained pieces are context; the completion ends with the stop token.
 
-    What stands in a trained piece behind its last stop token is not trained on: a completion ends there, and a chat
-    template may have written an end of line to it. A stop token that a context piece repeats is there once, as in the
-    episodes of RL.
+    Tokens of a trained piece after its last stop token are not trained on: a completion ends there, and a chat template
+    may have written a newline after it. A stop token that a context piece repeats is kept once, as in the episodes of
+    RL.
     """
     tokens, mask = list(prompt), [False] * len(prompt)
     for ids, learnt in zip(pieces, trained, strict=True):
@@ -47,7 +47,7 @@ def join(
 
 
 def fill(items: Iterator[Item], positions: Callable[[Item], int], *, rows: int, length: int) -> list[Item]:
-    """Takes from the stream what fills `rows` rows of `length` positions, and no more than packing puts there."""
+    """Takes items from the stream until they fill `rows` rows of `length` positions, and no more than packing fits."""
     taken: list[Item] = []
     row, free = 1, length
     for item in items:
@@ -59,7 +59,7 @@ def fill(items: Iterator[Item], positions: Callable[[Item], int], *, rows: int, 
                 break
         free -= size
         taken.append(item)
-    # Taken row by row; packing places the longest first, which now and then needs one row more.
+    # Taken row by row; packing places the longest first, which sometimes needs one row more.
     while max(row for row, _ in first_fit([positions(item) for item in taken], length=length)) >= rows:
         taken.pop()
     return taken

@@ -1,18 +1,18 @@
-"""The traces of a user's files, epoch after epoch, each in an order of its own.
+"""The traces of a user's files, epoch after epoch, each epoch in a new order.
 
-Rows are rendered and tokenized once, when the warm start begins, into a folder beside its checkpoints, and read from
-there through the page cache: memory holds three numbers a trace, however long they are. A warm start that goes on from
-a checkpoint does so with these, whatever has become of the files since.
+Rows are rendered and tokenized once, when the warm start begins, into a folder next to its checkpoints, and read from
+there through the page cache: memory holds three numbers a trace, however long they are. A warm start that continues
+from a checkpoint uses these, even if the files have changed since.
 
-    tokens.int32       one trace behind the other; a token i that is context is written as -1 - i
+    tokens.int32       all traces, one after another; a context token i is stored as -1 - i
     table.npz          lengths [traces], train and evaluation: indices of traces
-    traces.json        what they were made from, and what was said about it
+    traces.json        their sources, and the notes printed
 
-Held out are the evaluation_traces with the lowest hashes of their text, so that neither their order nor new rows move
-them. Nothing is trained on that begins as one of them does: that has, white space evened, the same prompt, which of a
-chat is what its user says first (of a longer one all turns are trained on).
+Held out are the evaluation_traces with the lowest hashes of their text, so that neither order nor new rows move
+them. A trace with the same prompt as a held-out one, up to white space, is not trained on; the prompt of a chat is
+its user's first message (all turns of a longer chat are trained on).
 
-Of a mixture the traces are rendered as all its parts ask their prompts; parts that do that differently are refused.
+In a mixture the traces are rendered as all its parts render their prompts; parts that differ in this are refused.
 """
 
 import dataclasses
@@ -42,15 +42,15 @@ from scalerl_jax.traces.conversations import Conversations, Messages, Trace, rea
 from scalerl_jax.traces.example import Example, fill, join
 
 ASKING = ("chat_template", "template_arguments", "system_prompt", "prompt_suffix")  # how prompts are rendered
-_FORM = 4  # of the folder: one more where other tokens or another split come of the same files
-_STREAM = 3  # of random numbers, as built_in.py's
-_AT_ONCE = 256  # traces that are tokenized together
+_FORM = 4  # version of the folder: increased when the same files give other tokens or another split
+_STREAM = 3  # random stream, as in built_in.py
+_AT_ONCE = 256  # traces tokenized together
 _PROGRESS_SECONDS = 5.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A row: messages, or a prompt and a completion."""
+    """A row of a file: messages, or a prompt and a completion."""
 
     name: str  # "FILE row N"
     prompt: str = ""
@@ -62,7 +62,7 @@ class Given:
         return [message["content"] for message in self.messages] or [self.prompt, self.completion]
 
     def hashes(self) -> tuple[int, int]:
-        """Of the whole and of its prompt."""
+        """Hashes of the whole trace and of its prompt."""
         if not self.messages:
             return _hash([self.prompt, self.completion, *self.tools]), _prompt_hash(self.prompt)
         turns = [[m["role"], m["content"], *m.get("tool_calls", ())] for m in self.messages]
@@ -80,9 +80,9 @@ def _prompt_hash(text: str) -> int:
 
 
 def asking(config: Config) -> tuple[str, Config]:
-    """Whose config.environment says how prompts are rendered: the run's (""), or of a mixture the first part's.
+    """The name and config of the part that defines how prompts are rendered: the run ("") or a mixture's first part.
 
-    Raises ValueError where the parts of a mixture do not agree.
+    Raises ValueError where the parts of a mixture differ in this.
     """
     (first, one), *others = parts.configs(config).items()
     for name, other in others:
@@ -100,7 +100,7 @@ def asking(config: Config) -> tuple[str, Config]:
 
 
 def rows(config: Config, malformed: MalformedRows) -> Iterator[Given]:
-    """Every row of config.sft.traces that is a trace. Raises ValueError naming the field, or the file and row."""
+    """Every well-formed row of config.sft.traces. Raises ValueError naming the field, or the file and row."""
     field = "config.sft.traces"
     for source in sources.parse(config.sft.traces, field):
         if source.weight is not None:
@@ -150,7 +150,8 @@ def _malformed(config: Config) -> MalformedRows:
 
 
 def corpus(config: Config) -> Iterator[str]:
-    """What a new tokenizer is made from: the traces, and the interruption phrase as often as its words need."""
+    """Texts from which a new tokenizer is made: the traces, with the interruption phrase after each so that its words
+    get tokens."""
     for given in rows(config, _malformed(config)):
         yield "".join(given.texts())
         yield config.rollout.interruption_text
@@ -160,9 +161,9 @@ def corpus(config: Config) -> Iterator[str]:
 
 
 class FileTraces:
-    """Those of config.sft.traces, tokenized in the folder `path`, or now.
+    """The traces of config.sft.traces: read from the folder `path`, or tokenized into it now.
 
-    begun: there are checkpoints. say: gets a line now and then while there is much to tokenize.
+    begun: whether there are checkpoints. say: called with a progress line every few seconds while tokenizing.
     Raises ValueError naming the field, or the file and row, at fault; WriteError where the folder cannot be written.
     """
 
@@ -203,24 +204,24 @@ class FileTraces:
         self._starts = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
         self._tokens = np.memmap(os.path.join(path, "tokens.int32"), np.int32, mode="r")
         self.longest = int(self._lengths.max())  # tokens
-        self._next, self._taken = 0, 0  # update that comes next; traces taken before it
-        self._epoch, self._order = -1, np.zeros(0, np.int64)  # the one that was asked for last
+        self._next, self._taken = 0, 0  # the next update; traces taken before it
+        self._epoch, self._order = -1, np.zeros(0, np.int64)  # the latest epoch and its order
 
     @property
     def taken(self) -> int:
-        """Traces taken so far: with it a warm start goes on without taking them all again."""
+        """Traces taken so far, with which a warm start can continue without replaying them."""
         return self._taken
 
     def go_on(self, update: int, taken: int) -> None:
-        """From `update`, before which `taken` traces were taken."""
+        """Continues from `update`, before which `taken` traces were taken."""
         self._next, self._taken = update, taken
 
     def batch(self, update: int) -> list[Example]:
-        """Those of one update, a function of (seed, update)."""
+        """The traces of one update, a function of (seed, update)."""
         sft = self._config.sft
         if update < self._next:
             self._next, self._taken = 0, 0
-        while True:  # what an update takes depends on those before it
+        while True:  # the traces of an update depend on the updates before it
             taken = fill(
                 self._stream(self._taken),
                 lambda trace: int(self._lengths[trace]) - 1,
@@ -232,7 +233,7 @@ class FileTraces:
                 return [self._example(trace) for trace in taken]
 
     def evaluation(self) -> list[Example]:
-        """The held-out ones, the lowest hash first."""
+        """The held-out traces, the lowest hash first."""
         return [self._example(trace) for trace in self._held_out]
 
     def _stream(self, start: int) -> Iterator[int]:
@@ -251,7 +252,7 @@ class FileTraces:
 
 
 def _asked(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """All that the tokens depend on beside the files."""
+    """All settings that the tokens depend on, besides the files."""
     environment, sft = config.environment, config.sft
     template = Prompts(config, tokenizer).template_text
     return {
@@ -270,7 +271,7 @@ def _asked(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _stamps(config: Config) -> list[list[Any]] | None:
-    """Path, size and time of each file, the hub's left out; None: they cannot be found (reading them says why)."""
+    """Path, size and time of each file, except the hub's; None if a file cannot be found (reading it reports why)."""
     field, stamps = "config.sft.traces", list[list[Any]]()
     try:
         for source in sources.parse(config.sft.traces, field):
@@ -300,7 +301,7 @@ class _Writer:
         self._tokens = 0
 
     def write(self) -> list[str]:
-        """Returns the lines to say."""
+        """Writes the folder; returns the notes to print."""
         last = time.monotonic()
         with open(os.path.join(self._folder, "tokens.int32"), "wb") as file:
             for some in _batched(self._traces(), _AT_ONCE):
@@ -353,7 +354,7 @@ class _Writer:
         self._tokens += size
 
     def _split(self) -> tuple[np.ndarray, np.ndarray]:
-        """Indices of the traces that are trained on, and of the held-out ones."""
+        """Indices of the training traces, and of the held-out ones."""
         wanted, field = self._config.sft.evaluation_traces, f"config.sft.traces={self._config.sft.traces}"
         if not self._lengths:
             raise ValueError(f"{field}: no traces there")

@@ -1,9 +1,10 @@
-"""Keys and values of all slots, one array a layer: what reads them, what changes their length, and what waits to go in.
+"""Keys and values of all slots, one array a layer: reading them, changing their length, and merging pending entries.
 
-On a TPU a step writes into none of them: a scatter wants another order of their dimensions in memory than the products
-that read them, and XLA would keep all caches twice. So what the steps of a chunk make stands in small arrays of its
-own, at the same place for every slot, is read from there, and goes in when the chunk ends (`Held`, `merged`).
-Keys are there as values are, [B, K, S, h]; elsewhere [B, K, h, S], so that a step's product need not turn them.
+On a TPU a step does not write into the caches: a scatter needs another memory layout than the products that read them,
+and XLA would keep all caches twice. So the steps of a chunk write into small arrays, at the same position for every
+slot, and read from them too; these are merged into the caches when the chunk ends (`Held`, `merged`).
+On a TPU keys have the layout of values, [B, K, S, h]; elsewhere [B, K, h, S], so that a step's product need not
+transpose them.
 
 Legend: B slots, S positions, N steps of a chunk, C tokens, K key/value heads, G query heads that share one, H = K G,
 h head size.
@@ -25,11 +26,11 @@ _MASKED = -1e30
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """The caches as a chunk found them, which its steps only read."""
+    """The caches at the start of a chunk, which its steps only read."""
 
     keys: Caches  # [B, K, S, h] each
     values: Caches  # likewise
-    start: jax.Array  # [B] int32: positions that count in them
+    start: jax.Array  # [B] int32: number of valid positions
 
 
 def attend(
@@ -40,9 +41,9 @@ def attend(
     *,
     first: jax.Array | None = None,
 ) -> jax.Array:
-    """q [B, H, h] over k [B, K, h, S] and v [B, K, S, h], of which positions first..position [B] count -> [B, H, h].
+    """q [B, H, h] over k [B, K, h, S] and v [B, K, S, h], over positions first..position [B] only -> [B, H, h].
 
-    first: None: 0.
+    first defaults to 0.
     """
     slots, heads, size = q.shape
     kv_heads, length = v.shape[1:3]
@@ -111,21 +112,21 @@ def attend_held(
 
 
 def nothing_new(caches: Caches, steps: int) -> Caches:
-    """For what `steps` steps will make, [B, K, N, h] each."""
+    """Zeros for the entries that `steps` steps will make, [B, K, N, h] each."""
     return [jnp.zeros((*cache.shape[:2], steps, cache.shape[3]), cache.dtype) for cache in caches]
 
 
 def merged(held: Held, keys: Caches, values: Caches) -> tuple[Caches, Caches]:
-    """The caches with what a chunk has made, [B, K, N, h] each, behind held.start.
+    """The caches with the entries that a chunk has made, [B, K, N, h] each, from position held.start on.
 
-    What would stand past the caches' end is left out.
+    Entries past the caches' end are dropped.
     """
     length = held.values[0].shape[2]
     count = min(length, values[0].shape[2])
 
     def of_slot(i: jax.Array, caches: tuple[Caches, Caches]) -> tuple[Caches, Caches]:
         at = jnp.minimum(held.start[i], length - count)
-        shift = held.start[i] - at  # so many places of the window come before it
+        shift = held.start[i] - at  # number of positions of the window before held.start
         here = (jnp.arange(count) >= shift)[:, None]
 
         def put(cache: jax.Array, new: jax.Array) -> jax.Array:
@@ -135,13 +136,13 @@ def merged(held: Held, keys: Caches, values: Caches) -> tuple[Caches, Caches]:
 
         return jax.tree.map(put, caches, (keys, values))
 
-    # A loop, and not a scatter: see above.
+    # A loop instead of a scatter: see the module docstring.
     return jax.lax.fori_loop(0, len(held.start), of_slot, (held.keys, held.values))
 
 
 @functools.partial(jax.jit, static_argnames=("length", "keys_last"))
 def copy_slot(keys: Caches, values: Caches, slot: jax.Array, *, length: int, keys_last: bool) -> tuple[Caches, Caches]:
-    """The first `length` positions of a slot, as `prefill` gives them."""
+    """The first `length` positions of a slot, in the layout that `prefill` returns."""
 
     def of_slot(cache: jax.Array, axis: int) -> jax.Array:
         row = jax.lax.dynamic_index_in_dim(cache, slot, keepdims=False)
@@ -162,13 +163,13 @@ def fit(keys: Caches, values: Caches, length: int, *, keys_last: bool) -> None:
 
 @functools.partial(jax.jit, static_argnames=("length", "axis"))
 def _fit(cache: jax.Array, *, length: int, axis: int) -> jax.Array:
-    missing = length - cache.shape[axis]  # fewer than none: they are cut off
+    missing = length - cache.shape[axis]  # negative: positions are cut off
     return jax.lax.pad(cache, cache.dtype.type(0), [(0, missing if i == axis else 0, 0) for i in range(cache.ndim)])
 
 
 @functools.partial(jax.jit, static_argnames=("length", "keys_last"))
 def fit_prefix(keys: Caches, values: Caches, *, length: int, keys_last: bool) -> tuple[Caches, Caches]:
-    """As `fit`, of what is small: all at once, for a launch costs more than the work."""
+    """As `fit`, for a small prefix: in one program, because launching costs more than the work."""
     keys, values = list(keys), list(values)
     fit(keys, values, length, keys_last=keys_last)
     return keys, values

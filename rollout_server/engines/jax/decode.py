@@ -1,16 +1,16 @@
-"""What the embedded generator runs on the device: pure functions over a fixed number of slots.
+"""The embedded generator's computations on the device: pure functions over a fixed number of slots.
 
     prefill   prompt tokens [bucket]           -> their keys and values, once per group and version of the weights
-    extend    a prefix and tokens behind it    -> the longer prefix, of another turn
-    copy_slot a slot                           -> its prefix, for the turn behind it
+    extend    a prefix and tokens after it     -> the longer prefix, for the next turn
+    copy_slot a slot                           -> its prefix, for the next turn
     insert    a prefix and settings into slots -> slots that are live at their prompt's last token
-    move      slots to places of others        -> the live ones stand together at the front
+    move      slots to free places             -> the live slots are together at the front
     decode    N steps of the first slots       -> N tokens per slot; slots that end stop being live in mid-chunk
 
 A slot holds the token to be fed next and the position at which it is fed. One step feeds it (its keys and values enter
-the cache), samples from the float32 logits, and moves on; prefill stops before the prompt's last token, so every token
-is sampled in one place. The weights are an argument: a new version is another argument, and the keys and values that
-older weights made stay.
+the cache), samples from the float32 logits, and advances; prefill stops before the prompt's last token, so every token
+is sampled in one place. The weights are an argument: a new version is another argument, and keys and values computed
+with older weights stay.
 
 Thinking and answer (phases of a slot):
 
@@ -60,52 +60,52 @@ NO_TOKEN = -1  # in padded lists of tokens; no token of a vocabulary
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a request asks of a slot."""
+    """The settings of a slot, from its request."""
 
     seed: Any  # [B, 2] uint32
     temperature: Any  # [B] float32
     top_k: Any  # [B] int32; 0: off
     top_p: Any  # [B] float32; 1: off
-    thinking_budget: Any  # [B] int32; 0: all answer
+    thinking_budget: Any  # [B] int32; 0: no thinking
     answer_budget: Any  # [B] int32
     phrase: Any  # [B, F] int32, padded on the right
     phrase_length: Any  # [B] int32
-    end: Any  # [B, E] int32, padded on the left; all padding: thinking ends by its budget only
+    end: Any  # [B, E] int32, padded on the left; only padding: thinking ends by its budget only
     stops: Any  # [B, T] int32
 
 
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class State:
-    """All slots."""
+    """The state of all slots."""
 
-    keys: Caches  # [B, K, h, S] each, on a TPU as values; rotated
+    keys: Caches  # [B, K, h, S] each, on a TPU in the layout of values; rotated
     values: Caches  # [B, K, S, h] each
     token: jax.Array  # [B] int32: fed next
-    position: jax.Array  # [B] int32: where
+    position: jax.Array  # [B] int32: position of `token`
     live: jax.Array  # [B] bool
     phase: jax.Array  # [B] int32
     left: jax.Array  # [B] int32: sampled tokens left of the phase's budget
     cursor: jax.Array  # [B] int32: into the phrase
-    recent: jax.Array  # [B, E] int32: the last sampled tokens
+    recent: jax.Array  # [B, E] int32: the last tokens sampled
     settings: Settings
 
 
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """One chunk. A slot's tokens are those where it is live: a prefix of the chunk."""
+    """Output of one chunk. A slot's tokens are those of the steps at which it was live, a prefix of the chunk."""
 
     tokens: jax.Array  # [N, W] int32
     logprobs: jax.Array  # [N, W] float32, 0 where forced
     forced: jax.Array  # [N, W] bool
     live: jax.Array  # [N, W] bool
     finish: jax.Array  # [W] int32: RUNNING, STOP or LENGTH
-    experts: jax.Array | None  # [N, W, L, k] uint8 | uint16: of the token fed, not of the one sampled
+    experts: jax.Array | None  # [N, W, L, k] uint8 | uint16: of the token fed, not the one sampled
 
 
 def empty_settings(slots: int) -> Settings:
-    """On the host, to be filled row by row."""
+    """Empty settings on the host, to be filled row by row."""
     return Settings(
         seed=np.zeros((slots, 2), np.uint32),
         temperature=np.ones(slots, np.float32),
@@ -147,7 +147,7 @@ def empty_state(config: DecoderConfig, precision: DecodePrecision, *, slots: int
 
 
 def _layers(weights: DecodeWeights, config: DecoderConfig) -> list[Any]:
-    """Of each layer its weights and, where there are two kinds, which it is."""
+    """The weights of each layer; models with two kinds of layers also get "local", the kind."""
     local = config.local_layers()
     return [{**own, "local": local[i]} if local else own for i, own in enumerate(weights["layers"])]
 
@@ -161,7 +161,7 @@ def _through(
     config: DecoderConfig,
     precision: DecodePrecision,
 ) -> tuple[jax.Array, list[Any]]:
-    """x [..., width] through every layer: (like x, of each layer the tokens' experts [..., k]; None without any)."""
+    """x [..., width] through every layer: (same shape, each layer's experts [..., k] of the tokens, or None)."""
     layer, chosen = FAMILIES[config.family].layer, []
     for own in _layers(weights, config):
         decoding = (DecodeRowLayer if precision.bitwise else DecodeLayer)(own, config, rotation, precision)
@@ -176,7 +176,7 @@ def _through(
 def feed_prompt(
     weights: DecodeWeights, tokens: jax.Array, *, config: DecoderConfig, precision: DecodePrecision
 ) -> tuple[jax.Array, Caches, Caches, list[Any]]:
-    """tokens [P] int32 through every layer: (hidden states [1, P, width], keys, values, of each layer the experts)."""
+    """tokens [P] int32 through every layer: (hidden states [1, P, width], keys, values, each layer's experts)."""
     rotation = rotation_of(config, jnp.arange(len(tokens))[None], precision)
     segment_ids = jnp.ones((1, len(tokens)), jnp.int32)
     x = weights["embed"][tokens][None].astype(precision.compute)
@@ -203,9 +203,9 @@ def prefill(
     precision: DecodePrecision,
     experts: bool = False,
 ) -> tuple[Caches, Caches, jax.Array | None]:
-    """Keys [K, h, P] (on a TPU as values) and values [K, P, h] per layer of one prompt, tokens [P] int32.
+    """Keys [K, h, P] (on a TPU [K, P, h]) and values [K, P, h] per layer of one prompt, tokens [P] int32.
 
-    Padding at its end is harmless. experts: third, those of each token, [P, L, k] uint8 | uint16; else None.
+    Padding at its end is harmless. experts: also returns each token's experts [P, L, k] uint8 | uint16, else None.
     """
     _, keys, values, chosen = feed_prompt(weights, tokens, config=config, precision=precision)
     return keys, values, _together(chosen, config)[0] if experts else None
@@ -223,9 +223,9 @@ def extend(
     precision: DecodePrecision,
     experts: bool = False,
 ) -> tuple[Caches, Caches, jax.Array | None]:
-    """As `prefill`, of tokens [C] int32 behind a prefix, whose first `known` positions count.
+    """As `prefill`, for tokens [C] int32 after a prefix whose first `known` positions are valid.
 
-    keys [K, h, P] and values [K, P, h] of each layer, with room for known + C.
+    keys [K, h, P] (on a TPU [K, P, h]) and values [K, P, h] of each layer, with P at least known + C.
     """
     positions = known + jnp.arange(len(tokens))
     x = weights["embed"][tokens][None].astype(precision.compute)
@@ -247,7 +247,7 @@ def extend(
 
 
 def _together(chosen: list[Any], config: DecoderConfig) -> jax.Array:
-    """Of each layer [..., k] int32 -> [..., L, k] in the dtype of the contract."""
+    """Stacks each layer's experts [..., k] int32 to [..., L, k] in the dtype of the contract."""
     return jnp.stack(chosen, axis=-2).astype(expert_dtype(config.experts))
 
 
@@ -258,8 +258,8 @@ def insert(
     """Makes completions of one prompt live.
 
     Args:
-      prefix: what `prefill` gave, fitted to the cache's length; it replaces each slot's keys and values.
-      slots: [B] int32, of which the first `count` are taken.
+      prefix: keys and values from `prefill`, fitted to the cache's length; they replace each slot's own.
+      slots: [B] int32, of which the first `count` are used.
       numbers: [3] int32: count, the prompt's last token, its position.
       settings: row i is for slot i.
     """
@@ -274,7 +274,7 @@ def insert(
             lambda cache, new: jax.lax.dynamic_update_slice(cache, new[None], (slots[i], 0, 0, 0)), caches, prefix
         )
 
-    # A loop over those that enter, and not a scatter: that would walk over all slots.
+    # A loop over the entering slots; a scatter would walk over all slots.
     keys, values = jax.lax.fori_loop(0, count, enter, (state.keys, state.values))
 
     thinks = (settings.thinking_budget > 0) & (settings.phrase_length > 0)
@@ -294,7 +294,7 @@ def insert(
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def move(state: State, origins: jax.Array, targets: jax.Array, count: jax.Array) -> State:
-    """Slot origins[i] goes on as slot targets[i], for the first `count` of [B] int32 each; what was there is lost."""
+    """Moves slot origins[i] to slot targets[i], for the first `count` of [B] int32 each; overwrites the targets."""
 
     def one(i: jax.Array, state: State) -> State:
         def copy(rows: jax.Array) -> jax.Array:
@@ -327,13 +327,13 @@ def decode_chunk(
     filtered: bool = False,
     experts: bool = False,
 ) -> tuple[State, Output]:
-    """`steps` steps of the first `width` slots, none of which grows over `maximum` tokens, prompt included.
+    """`steps` steps of the first `width` slots, none of which grows beyond `maximum` tokens, prompt included.
 
-    filtered: whether a slot that counts has a top_k or top_p that drops something.
-    experts: those of the tokens fed are told, too.
+    filtered: whether a live slot has a top_k or top_p that drops a token.
+    experts: also returns the experts of the tokens fed.
 
-    The caller sees to it that the cache is long enough for every slot that counts. Fewer slots than there are cost a
-    copy of their part of the caches there and back, once a chunk.
+    The caller ensures that the cache is long enough for every live slot. With fewer than all slots, their part of the
+    caches is copied out and back once a chunk.
     """
     whole = state
     if width < len(whole.token):
@@ -356,7 +356,7 @@ def decode_chunk(
         with jax.named_scope("sample"):
             s = state.settings
             token, logprob = sample(logit, s.temperature, s.top_k, s.top_p, u, filtered=filtered)
-            if precision.bitwise:  # as training has it, where it is of the policy itself
+            if precision.bitwise:  # as training computes it, where the sampling distribution is the policy's
                 shifted, spread = spread_of(logit, precision)
                 plain = (jnp.take_along_axis(shifted, token[:, None], axis=1) - spread)[:, 0]
                 as_it_is = (s.temperature == 1) & (s.top_k == 0) & (s.top_p == 1)
@@ -384,9 +384,10 @@ def _feed(
     config: DecoderConfig,
     precision: DecodePrecision,
 ) -> tuple[jax.Array, Caches, Caches, list[Any]]:
-    """Feeds each slot's token: (logits [B, V] float32, keys, values, of each layer the token's experts [B, k]).
+    """Feeds each slot's token: (logits [B, V] float32, keys, values, each layer's experts [B, k] of the token).
 
-    held: None: the state has the caches; else it has what this chunk has made, and this is its step `number`.
+    held: the caches before this chunk; the state then has the chunk's own entries, and this is its step `number`.
+    None: the state has the caches.
     """
     slots = jnp.arange(len(state.token))
     x = weights["embed"][state.token].astype(precision.compute)
@@ -403,7 +404,7 @@ def _feed(
             values.append(jax.lax.dynamic_update_slice_in_dim(value, v.astype(value.dtype)[:, :, None], number, 2))
             caches = held.keys[layer], held.values[layer]
             return caches_lib.attend_held(q, caches, (keys[-1], values[-1]), held.start, number, first=first)
-        # A slot that does not count may stand anywhere, also past the cache's end: then nothing is written.
+        # A slot that is not live may be at any position, even past the cache's end: then nothing is written.
         write: Any = {"mode": "drop", "unique_indices": True}
         key = key.at[slots, :, :, state.position].set(k.astype(key.dtype), **write)
         value = value.at[slots, :, state.position].set(v.astype(value.dtype), **write)
@@ -438,7 +439,7 @@ def _advance(state: State, sampled: jax.Array, logprob: jax.Array, *, maximum: i
     phase = jnp.where(answers, ANSWER, jnp.where(spent, PHRASE, state.phase))
 
     stops = ~forced & jnp.any(token[:, None] == s.stops, axis=1)
-    # The token of this step will be at position + 1; the one after it needs a place as well.
+    # The token of this step will be at position + 1; the token after it needs a position as well.
     full = state.position + 2 >= maximum
     cuts = full | ((state.phase == ANSWER) & (left == 0))
     finish = jnp.where(stops, STOP, jnp.where(cuts, LENGTH, RUNNING)) * state.live

@@ -5,26 +5,26 @@ One thread decodes. Between two chunks of decode steps, in this order, it
     2. frees the slots of sequences whose request has ended,
     3. gives free slots to waiting sequences, in the order of the requests; a request's prompt is prefilled once per
        version of the weights, so a sequence that starts after a swap starts from the new weights' keys and values,
-    4. starts a chunk, then collects the oldest one on its way and hands out what ended in it.
+    4. starts a chunk, then collects the oldest chunk in flight and returns the completions that ended in it.
 
 On an accelerator chunk i + 1 is started before chunk i is collected, so the device never waits for the host, and an end
 is noticed a chunk late. On a CPU host and device are the same cores: waiting costs nothing, an idle slot does.
 
-A swap replaces a reference; the new version was made on another thread, from the one held where little changed.
+A swap only replaces a reference: another thread has made the new version, from the old one where little changed.
 The key/value cache stays, and every token carries the step of the weights that sampled it.
 
-A session's next turn goes on from the keys and values that the turn before has left (sessions.py).
+A session's next turn continues from the keys and values of its previous turn (sessions.py).
 
 Left out on purpose: paged caches, prefix reuse between groups, several devices (start one server per device).
 
 The memory estimate of the embedded generator (engines/engine_memory.py).
 
-Its working memory is what the largest compiled programs need beside their arguments, by XLA's own account of them; a
-chunk of fewer slots than there are, which copies their part of the cache; and one layer's cache twice, while it grows.
+Its working memory is that of the largest compiled programs without their arguments, as XLA reports it; copies of part
+of the cache by a chunk of fewer than all slots; and one layer's cache twice, while it grows.
 
-Teacher-forced log-probabilities of given tokens: a prompt's pass through the generator's weights, of one sequence after
-another. The head is a program of its own, for a chunk of tokens: only that is compiled again for another number of top
-ids or targets.
+Teacher-forced log-probabilities of given tokens: a prompt's pass through the generator's weights, one sequence after
+another. The head is a separate program, for a chunk of tokens: only it is recompiled for another number of top ids or
+targets.
 """
 
 import asyncio
@@ -71,15 +71,15 @@ from scalerl_jax.model.tensor_layout import hf_tensors
 from scalerl_jax.system import memory
 
 SMALLEST = 256
-SMALLEST_TOP = 8  # ids a token that scores are compiled for
-BLOCK = 128  # of the vocabulary, see _top
+SMALLEST_TOP = 8  # the smallest number of ids a token that scores are compiled for
+BLOCK = 128  # token ids in a block of the vocabulary, see _top
 
 
 @functools.partial(jax.jit, static_argnames=("config", "precision"))
 def _hidden(
     weights: DecodeWeights, tokens: jax.Array, *, config: DecoderConfig, precision: DecodePrecision
 ) -> list[jax.Array]:
-    """tokens [length] int32 -> what the head is given for the token after each, in chunks [C, width]."""
+    """tokens [length] int32 -> the head's inputs that predict the token after each, in chunks [C, width]."""
     x, *_ = decode.feed_prompt(weights, tokens, config=config, precision=precision)
     hidden = final_norm(x, weights["final_norm"], config, precision, lead=2)[0]
     chunk = min(chunk_of(0, precision.platform), len(tokens))
@@ -97,7 +97,7 @@ def _score(
     config: DecoderConfig,
     precision: DecodePrecision,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """hidden [C, width], ids [C, k] -> their log-probs [C, k], 0 of those below 0; top ids [C, top_k] and theirs.
+    """hidden [C, width], ids [C, k] -> log-probs of ids [C, k] (0 for ids < 0), top ids [C, top_k], their log-probs.
 
     No more than a chunk's logits exist at once.
     """
@@ -109,10 +109,10 @@ def _score(
 
 
 def _top(logit: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` largest of each row [C, V], descending, and where they are.
+    """The `count` largest values of each row [C, V], descending, and their indices.
 
-    They are in the `count` blocks whose largest are the largest, so that few numbers are sorted: all of a large
-    vocabulary's would cost an accelerator more than the head does.
+    They lie in the `count` blocks with the largest maxima, so only these are sorted: sorting a whole large vocabulary
+    would cost an accelerator more than the head does.
     """
     rows, vocabulary = logit.shape
     if count * BLOCK >= vocabulary:
@@ -125,8 +125,8 @@ def _top(logit: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 class Scorer:
-    """Of one thread. What scores of log-probabilities alone need is compiled at the start; for top ids and targets, by
-    powers of two of their number, when they are first asked for."""
+    """Computes scores; not thread-safe. Programs for log-probabilities alone are compiled at the start; those for top
+    ids and targets, by powers of two of their number, when first requested."""
 
     def __init__(self, config: DecoderConfig, precision: DecodePrecision, *, longest: int):
         self._options: Any = {"config": config, "precision": precision}
@@ -135,7 +135,8 @@ class Scorer:
         self._heads: dict[tuple[int, int, int], Program] = {}  # by tokens of a chunk, top ids, and ids a token
 
     def compile(self, weights_like: Any, *, longest_only: bool = False) -> int:
-        """For weights of these shapes and dtypes: the bytes that the largest takes beside its arguments."""
+        """Compiles for weights of these shapes and dtypes; returns the most bytes that a program needs besides its
+        arguments."""
         sizes = self._buckets[-1 if longest_only else None :]
 
         def compile_one(size: int) -> Program:
@@ -147,7 +148,7 @@ class Scorer:
         return max(map(memory.working_bytes, [*programs, *heads]))
 
     def _head(self, weights: Any, hidden: Any, top_k: int, ids: int) -> Program:
-        """Compiled where it is not there yet."""
+        """The head's program, compiled on first use."""
         kind = len(hidden), top_k, ids
         if kind not in self._heads:
             like = jax.ShapeDtypeStruct((kind[0], ids), np.int32)
@@ -155,19 +156,19 @@ class Scorer:
         return self._heads[kind]
 
     def score(self, weights: DecodeWeights, request: ScoreRequest) -> Scores:
-        """For 1 to `longest` tokens."""
+        """Scores a sequence of 1 to `longest` tokens."""
         token_ids, first, wanted = request.token_ids, request.first, request.ids()
         length, k = len(token_ids), wanted.shape[1] - 1
         scored = np.zeros(wanted.shape, np.float32)
         top_ids = np.full((length - first, request.top_k), -1, np.int32)
         top = np.zeros(top_ids.shape, np.float32)
-        begin = max(first, 1)  # the first place that is predicted
+        begin = max(first, 1)  # the first position that is predicted
         if begin < length:
             padded = np.zeros(next(size for size in self._buckets if size >= length), np.int32)
             padded[:length] = token_ids
             chunks = self._programs[len(padded)](weights, padded)
             size, wide = len(chunks[0]), max(SMALLEST_TOP, 1 << (max(k, request.top_k) - 1).bit_length())
-            ids = np.full((len(chunks) * size, 1 + (wide if k else 0)), -1, np.int32)  # row p is of place p + 1
+            ids = np.full((len(chunks) * size, 1 + (wide if k else 0)), -1, np.int32)  # row p is for position p + 1
             ids[begin - 1 : length - 1, : 1 + k] = wanted[begin - first :]
             starts = range((begin - 1) // size * size, length - 1, size)
             head = self._head(weights, chunks[0], wide if request.top_k else 0, ids.shape[1])
@@ -188,8 +189,8 @@ def of_model(
     longest: int,
     copies_are_cheap: bool,
 ) -> EngineMemory:
-    """What is known before anything is compiled. weights: ShapeDtypeStructs of the decode weights. copies_are_cheap: as
-    in programs.widths."""
+    """The estimate before anything is compiled. weights: ShapeDtypeStructs of the decode weights. copies_are_cheap:
+    as in programs.widths."""
     itemsize = {"float32": 4, "bfloat16": 2}
     return EngineMemory(
         slots=slots,
@@ -197,14 +198,14 @@ def of_model(
         token=2 * config.layers * config.kv_heads * config.head_dim * itemsize[cache_dtype],
         weights=sum(struct.size * struct.dtype.itemsize for struct in jax.tree.leaves(weights)),
         host_copy=sum(map(math.prod, hf_tensors(config).values())) * itemsize[precision.sync],
-        # A chunk of fewer slots: half of them at most on a CPU, a quarter elsewhere (programs.widths). A cache grows
-        # layer by layer, keys and then values.
+        # A chunk of fewer than all slots copies at most half of them on a CPU, a quarter elsewhere (programs.widths).
+        # A cache grows layer by layer, keys and then values.
         copies=max(0.5 if copies_are_cheap else 0.25, 1 / config.layers / 2),
     )
 
 
 def there_is() -> tuple[int | None, int, int]:
-    """(bytes of the device; None: the CPU is the device, bytes of the host, bytes that this process takes already)."""
+    """Memory available: (bytes of the device, None on a CPU; bytes of the host; bytes that this process uses now)."""
     first = jax.local_devices()[0]
     stats = first.memory_stats() if first.platform != "cpu" else None
     process = memory.resident()
@@ -213,12 +214,12 @@ def there_is() -> tuple[int | None, int, int]:
 
 
 class JaxEngine(QueuedEngine):
-    """See engines/engine.py for what each method promises.
+    """The engine; see engines/engine.py for each method.
 
-    lookahead: chunks started before the oldest is collected; None: 1, and 0 on a CPU.
+    lookahead: chunks started before the oldest is collected; by default 1, on a CPU 0.
 
-    Raises ValueError naming what is wrong with the folder, or saying what memory there is too little of. Returns when
-    all that serving begins with is compiled.
+    Raises ValueError naming a fault of the folder or the memory that is too small. Returns when all programs needed at
+    the start are compiled.
     """
 
     def __init__(self, options: EngineOptions, *, lookahead: int | None = None):
@@ -239,27 +240,27 @@ class JaxEngine(QueuedEngine):
             copies_are_cheap=on_cpu,
         )  # fmt: skip
         device, host, process = there_is()
-        # What cannot fit is known before minutes of compiling.
+        # Fail before minutes of compiling if it cannot fit.
         estimate.check(device=device, host=host, process=process)
         self._pool = SlotPool(
             config, computing, slots=info.slots, maximum=maximum, steps=options.decode_chunk,
             router_replay=options.router_replay,
         )  # fmt: skip
         self._scorer = Scorer(config, computing, longest=maximum)
-        # A score may be computed beside a chunk.
+        # A score may be computed at the same time as a chunk.
         parts = (self._pool, self._scorer)
         working = sum(side_by_side([functools.partial(part.compile, like) for part in parts]))
         estimate = dataclasses.replace(estimate, working=working, maximum_tokens=self._pool.longest)
-        memory.trim()  # XLA takes tens of MiB to compile
+        memory.trim()  # XLA allocates tens of MiB to compile
         device, host, process = there_is()
         logging.info("%s", estimate.check(device=device, host=host, process=process))
-        # As much as the slots themselves may take, and no more than half of what is left: it is only to save time.
+        # As much as the slots' own cache, and at most half of the memory left, since it only saves time.
         spare = estimate.spare(device=device, host=host, process=process)
-        if not self._precision.bitwise:  # there every turn is prefilled whole: of one version, and in the same blocks
+        if not self._precision.bitwise:  # bitwise prefills every turn whole, with one version and in the same blocks
             self._pool.sessions.limit = min(estimate.cache, spare // 2)
         self._lookahead = (0 if on_cpu else 1) if lookahead is None else lookahead
 
-        # Everything below is guarded by this condition; notified when the decode thread may have something to do.
+        # Guards everything below; notified when the decode thread may have work.
         self._changed = threading.Condition()
         super().__init__(RequestQueue(info, self._changed.notify, self._changed))
         self._weights = decode_weights(Tensors(options.model, config), config, self._precision)
@@ -267,7 +268,7 @@ class JaxEngine(QueuedEngine):
         self._incarnation = 0  # of the weights held
 
         self._pool.warm_up(self._weights)
-        # One after another: each takes working memory, and threads of others are not kept waiting.
+        # One score at a time, since each needs working memory; on its own thread, so that no other thread waits.
         self._scoring = ThreadPoolExecutor(1, thread_name_prefix="scoring")
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
@@ -275,7 +276,7 @@ class JaxEngine(QueuedEngine):
     # ---------------------------------------------------------------------------------- called on an event loop
 
     async def load(self, version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
-        held = self._weights  # of the version before: loads come one at a time, and nothing else replaces them
+        held = self._weights  # the previous version: loads come one at a time, and nothing else replaces the weights
         weights = await asyncio.to_thread(
             decode_weights, tensors, self._config, self._precision, held=held, changes=changes
         )
@@ -285,14 +286,14 @@ class JaxEngine(QueuedEngine):
         check_score(request, self.info)
 
         def score() -> tuple[Scores, Version]:
-            with self._changed:  # the weights of now: one that waits holds none
+            with self._changed:  # the current weights, read only now: a waiting score keeps no old ones alive
                 weights, version = self._weights, self._queue.version
             return self._scorer.score(weights, request), version
 
         return await asyncio.get_running_loop().run_in_executor(self._scoring, score)
 
     async def close(self) -> None:
-        """Ends every request where it stands."""
+        """Ends every request at once."""
         with self._changed:
             self._queue.close()
         await asyncio.to_thread(self._thread.join)
@@ -315,7 +316,7 @@ class JaxEngine(QueuedEngine):
                 self._queue.close(failure)
 
     def _turn(self) -> bool:
-        """Waits until there is something to do and does one turn of it. False: the engine is closed."""
+        """Waits for work and does one turn of it. Returns False if the engine is closed."""
         queue, pool = self._queue, self._pool
         with self._changed:
             self._changed.wait_for(self._something_to_do)
@@ -354,7 +355,7 @@ class JaxEngine(QueuedEngine):
         return bool(queue.closed or queue.waiting or queue.running or queue.swap_is_due or self._pool.on_their_way)
 
     def _enter(self, weights: DecodeWeights, step: int, sequences: list[Sequence]) -> None:
-        """Gives slots to sequences of one request."""
+        """Assigns slots to sequences of one request."""
         request, counters = sequences[0].request, self._queue.counters
         for sequence in list(sequences) if request.session else ():
             if (resumed := self._pool.resume(weights, sequence)) is not None:

@@ -1,4 +1,4 @@
-"""How scalerl-serve makes the jax engine; it has no flags of its own."""
+"""Makes the jax engine for scalerl-serve; this engine adds no flags."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -19,5 +19,5 @@ async def make(options: "EngineOptions") -> "Engine":
 
 
 def _is_found(record: logging.LogRecord) -> bool:
-    """jax tries every backend it knows, and tells which it did not find; an engine says what it runs on by itself."""
+    """Filters jax's log lines about backends that it did not find; the engine logs its own device."""
     return not record.getMessage().startswith("Unable to initialize backend")

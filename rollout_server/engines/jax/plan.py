@@ -1,11 +1,11 @@
-"""What the JAX engine takes of an accelerator that is not here, by what its compiler makes of the engine's programs.
+"""The JAX engine's memory on an accelerator that need not be present, from its programs compiled for it.
 
     python -m rollout_server.engines.jax.plan <question.json
 
 The question has `topology`; `model`, the contents of a config.json; and `options`, the fields of EngineOptions that a
-server would be started with there, but for its folder and its queue. The answer is a line of JSON: `line`, with which
-an engine would start or end there, `fits`, and the numbers as `memory`; or `error`, in one line. scalerl-plan
---generator starts this, since nothing of the trainer imports a server.
+server would have there, except its folder and its queue. The answer is a line of JSON: `line`, which an engine would
+log or fail with there, `fits`, and the numbers as `memory`; or `error`, in one line. scalerl-plan --generator runs this
+as a process, since the trainer's code imports no server.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ from scalerl_jax.planning import compiled
 
 
 def plan(machine: machines.Machine, config: DecoderConfig, options: EngineOptions) -> EngineMemory:
-    """Of the programs those are compiled that take most: the chunk of all slots at their longest, the longest prefill
-    and the longest score; none where there is too little memory without them. Raises ValueError, one line, where there
-    is no such machine."""
+    """Compiles only the programs that need most memory: the chunk of all slots at their longest, the longest prefill
+    and the longest score; none if memory is too small even without them. Raises ValueError, one line, where there is
+    no such machine."""
     device = compiled.devices_of(machine)[0]
     precision = Precision(options.compute_dtype, options.sync_dtype, options.head_precision, options.numerics)
     computing = decode_precision(precision, device.platform)

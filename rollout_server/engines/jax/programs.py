@@ -1,10 +1,10 @@
-"""The chunk compiled for fewer slots than there are: a step costs what the slots that it runs cost.
+"""The decode chunk compiled for fewer than all slots, so that a step costs only as much as the slots that it runs.
 
-For all slots it is compiled before serving begins, once for every length of the cache; with a filter (top-k or top-p)
-when that is first asked for (slots.py). For fewer it is compiled when going without has cost as much as compiling does
-(so waiting and compiling never cost more than twice the better of the two), on a thread of its own, and decoding goes
-on meanwhile with what there is. No server starts later for it, one that is always full compiles nothing more, and one
-that is idle for most of the time leaves the cores to its neighbours.
+The chunk for all slots is compiled before serving, once for every length of the cache; with a filter (top-k or top-p)
+when first requested (slots.py). A narrower one is compiled when its absence has cost as much time as compiling does (so
+waiting and compiling together never cost more than twice the better of the two), on another thread, while decoding
+continues with the programs available. No server starts later because of it, one that is always full compiles nothing
+more, and one that is mostly idle leaves the cores to its neighbours.
 """
 
 import collections
@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-SMALLEST_WIDTH = 8  # slots; below, a step costs as much
-UNPRICED = 0.0, math.inf  # nothing is gained, and compiling takes for ever
+SMALLEST_WIDTH = 8  # slots; with fewer, a step costs as much
+UNPRICED = 0.0, math.inf  # no gain, and infinite compile time
 
 Program = Callable[..., Any]
 
 
 class Kind(NamedTuple):
-    """Of chunks: what is compiled for it apart from the number of slots."""
+    """The kind of a chunk: what its program depends on besides the number of slots."""
 
     length: int  # of the cache
     filtered: bool  # some slot asks for a top-k or top-p
@@ -34,9 +34,9 @@ _log = logging.getLogger(__name__)
 
 
 def buckets(smallest: int, longest: int, *, halfway: bool = False) -> list[int]:
-    """Sizes to compile for: doubling from `smallest`, then `longest`; none that saves less than a quarter of it.
+    """Sizes to compile for: doubling from `smallest`, then `longest`, which the others are at most three quarters of.
 
-    halfway: also once and a half each.
+    halfway: also 1.5 times each size.
     """
     sizes = []
     while smallest < longest:
@@ -46,41 +46,41 @@ def buckets(smallest: int, longest: int, *, halfway: bool = False) -> list[int]:
 
 
 def widths(slots: int, *, copies_are_cheap: bool) -> list[int]:
-    """Of the chunks that may be compiled: doubling up to all slots.
+    """Widths of the chunks that may be compiled: doubling up to all slots.
 
-    A chunk copies its part of the caches. Where memory is dear (on an accelerator the caches may fill most of it) none
-    is wider than a quarter of the slots: that takes no more than the temporaries of a chunk of all.
+    A chunk copies its part of the caches. Where memory is scarce (on an accelerator the caches may fill most of it) no
+    width exceeds a quarter of the slots: that needs no more memory than the temporaries of a chunk of all slots.
     """
     most = slots // (2 if copies_are_cheap else 4)
     return [*(width for width in buckets(SMALLEST_WIDTH, slots) if width <= most), slots]
 
 
 def side_by_side(compilations: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What each returns. A compiler is on one core for most of its time, and holds no lock of Python's meanwhile."""
+    """Compiles in threads and returns the results. A compiler mostly uses one core, and does not hold Python's GIL."""
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         return [done.result() for done in [threads.submit(compilation) for compilation in compilations]]
 
 
 class Programs:
-    """compile: (width, kind) -> the chunk for so many slots. Of one thread, but for `compile`."""
+    """compile: (width, kind) -> the chunk for that many slots. Not thread-safe, except `compile`."""
 
     def __init__(self, widths: list[int], compile: Callable[[int, Kind], Program]):
         """widths: rising; the last is all slots, which is never compiled here."""
         self._widths, self._compile = widths, compile
         self._programs: dict[tuple[int, Kind], Program | None] = {}  # None: XLA cannot compile it
         self._coming: dict[tuple[int, Kind], Future[Program]] = {}
-        self._seconds: dict[Kind, tuple[float, float]] = {}  # of a chunk of all slots, of compiling it
+        self._seconds: dict[Kind, tuple[float, float]] = {}  # of running, and of compiling, a chunk of all slots
         self._lost = collections.defaultdict[tuple[int, Kind], float](float)  # seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode-compiling")
 
     def price(self, kind: Kind, *, chunk: float, compiling: float) -> None:
-        """What such a chunk of all slots takes, and what compiling it took, in seconds."""
+        """Records the seconds that such a chunk of all slots takes, and that compiling it took."""
         self._seconds[kind] = chunk, compiling
 
     def narrowest(self, slots: int, kind: Kind) -> tuple[int, Program | None]:
-        """The narrowest width that there is for so many slots, and its program; None: that of all slots.
+        """The narrowest compiled width for that many slots, and its program (None: that of all slots).
 
-        Raises what compiling has raised, but for XLA's own errors: those cost speed only, and are said in the log.
+        Raises errors of compiling, except XLA's own: those cost speed only, and are logged.
         """
         fitting = [width for width in self._widths if width >= slots]
         best = fitting[0], kind
@@ -105,12 +105,12 @@ class Programs:
             self._programs[key] = None
 
     def _lose(self, best: tuple[int, Kind], width: int) -> None:
-        """Books a chunk of `width` slots where the best one would have done."""
+        """Counts the time lost by a chunk of `width` slots instead of the best one; compiles that when it pays."""
         chunk, compiling = self._seconds.get(best[1], UNPRICED)
         self._lost[best] += chunk * (width - best[0]) / self._widths[-1]
         if self._lost[best] >= compiling:
             self._coming[best] = self._thread.submit(self._compile, *best)
 
     def close(self) -> None:
-        """Waits for what is being compiled."""
+        """Waits for the current compilation."""
         self._thread.shutdown(wait=True, cancel_futures=True)

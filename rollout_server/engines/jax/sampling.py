@@ -65,10 +65,10 @@ def sample(
 ) -> tuple[jax.Array, jax.Array]:
     """logits [B, V] float32, parameters [B], u [B, 2] -> (tokens [B] int32, logprobs [B] float32).
 
-    filtered: whether any row has a top_k or top_p that drops something. The host knows it: a GPU on which this was
-    decided in every step waited for the host each time, a fifth of the step.
+    filtered: whether any row has a top_k or top_p that drops a token. The host decides it: when a GPU decided it in
+    every step, it waited for the host each time, a fifth of the step.
     """
-    # The largest is 0 from here on, and stays: no filter drops it. Shifted first, so that no temperature overflows.
+    # From here on the largest logit is 0, which no filter drops. Shifted first, so that no temperature overflows.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
     if filtered:
         logits = keep_likely(logits, top_k, top_p)

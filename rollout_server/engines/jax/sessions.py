@@ -1,7 +1,7 @@
-"""Prefixes that are kept for the next turn of a session: what a turn's end leaves, until memory is short of it.
+"""Prefixes kept for the next turn of a session, as long as memory allows.
 
-A prefix is a copy of a slot's keys and values, so it takes no slot while an environment thinks. Whichever is longest
-unused goes first.
+A prefix is a copy of a slot's keys and values, so no slot is occupied while an environment runs. The oldest prefix is
+dropped first.
 """
 
 import collections
@@ -18,10 +18,10 @@ Prefix = Any  # (keys, values, experts | None) on the device, of decode.prefill
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    tokens: np.ndarray  # [known] int32: whose keys and values they are
+    tokens: np.ndarray  # [known] int32: the tokens of these keys and values
     prefix: Prefix
-    experts: np.ndarray | None  # [known, layers, experts per token], where the turn was asked for with them
-    step: int | None  # of the version that made all of them; None: several have
+    experts: np.ndarray | None  # [known, layers, experts per token], if the turn recorded them
+    step: int | None  # of the version that computed all of them; None: several did
 
     @property
     def bytes(self) -> int:
@@ -29,7 +29,7 @@ class Kept:
 
 
 class Sessions:
-    """Of one incarnation's weights; another's begin with `clear`. limit: bytes of what is kept."""
+    """The prefixes of one incarnation's weights; call `clear` for another. limit: bytes to keep."""
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -37,7 +37,7 @@ class Sessions:
         self._bytes = 0
 
     def store(self, sequence: Sequence, kept: Kept) -> None:
-        """For the turn behind `sequence`."""
+        """Keeps a prefix for the turn after `sequence`."""
         self._drop(_name(sequence))
         self._kept[_name(sequence)] = kept
         self._bytes += kept.bytes
@@ -45,7 +45,7 @@ class Sessions:
             self._drop(next(iter(self._kept)))
 
     def pop(self, sequence: Sequence) -> Kept | None:
-        """What the sequence may go on from; it is kept no more. None: there is nothing."""
+        """Removes and returns the prefix from which the sequence can continue, or None."""
         request, kept = sequence.request, self._drop(_name(sequence))
         if kept is None or len(kept.tokens) >= len(request.prompt):
             return None

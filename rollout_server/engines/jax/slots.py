@@ -1,16 +1,16 @@
-"""The host's side of the slots: which are taken, how far each has come, and what it has produced.
+"""The host's side of the slots: which are taken, the position of each, and the tokens it has produced.
 
     pool.prefill(weights, prompt) -> prefix      once per request and version
-    pool.resume(weights, sequence) -> prefix     in its place, where the turn before has left one (sessions.py)
+    pool.resume(weights, sequence) -> prefix     instead of it, if the previous turn's is kept (sessions.py)
     pool.enter(prefix, sequences)                sequences of one request take free slots
     pool.dispatch(weights, step)                 starts one chunk on the device and returns at once
-    pool.collect() -> [sequence]                 waits for the oldest chunk started; those that ended in it
+    pool.collect() -> [sequence]                 waits for the oldest chunk; the sequences that ended in it
 
 A chunk may be started before the one before it was collected; an end is then noticed a chunk late, and the slot idles
-for that chunk. A sequence that left while chunks were on their way takes nothing from them.
-Where few slots are taken they are moved to the front, and a chunk runs those only (programs.py).
+for that chunk. A sequence that left while chunks were in flight gets no tokens from them.
+If few slots are taken they are moved to the front, and a chunk runs only those (programs.py).
 
-Not thread-safe: the engine's thread owns it. It knows no queue and no versions beyond the number it is given per chunk.
+Not thread-safe: the engine's thread owns it. It knows no queue, and of versions only the step given per chunk.
 """
 
 import collections
@@ -36,24 +36,24 @@ from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.system import memory
 
 SMALLEST_PREFILL = 32
-EXTENSIONS = 32, 128  # tokens that are fed at once behind a prefix; more of them take turns
+EXTENSIONS = 32, 128  # tokens fed at once after a prefix; more are fed in several calls
 SMALLEST_CACHE = 64
-SHORT_CACHE = 512  # up to here, where models are small and compile quickly, there are sizes in between
+SHORT_CACHE = 512  # up to this length, where models are small and compile quickly, there are sizes in between
 ALIGNMENT = 32  # of the cache: odd lengths cost more than they save
-PATIENCE = 4  # chunks until a cache that is too long is cut: each change copies it
+PATIENCE = 4  # chunks before a cache that is too long is cut, since each change copies it
 
 _REASONS = {decode.STOP: "stop", decode.LENGTH: "length"}
 _MOST = 2**31 - 1
-_FILTER_BYTES = 3 * 4  # of a slot and token of the vocabulary: what a filter takes beside the logits (sampling.py)
+_FILTER_BYTES = 3 * 4  # a filter's bytes per slot and token of the vocabulary, besides the logits (sampling.py)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """A chunk on its way."""
+    """A chunk in flight."""
 
     output: Output
-    step: int  # of the weights it runs with
-    columns: dict[Sequence, int]  # of whose tokens they are, in the order of the columns
+    step: int  # of the weights that it runs with
+    columns: dict[Sequence, int]  # sequence -> column of the output, in the columns' order
 
 
 class SlotPool:
@@ -68,7 +68,7 @@ class SlotPool:
         router_replay: bool = False,
         allocated: bool = True,
     ):
-        """router_replay: sequences whose request asks for them are told their experts. allocated: whether there are
+        """router_replay: records experts for sequences whose request asks for them. allocated: whether to allocate
         caches; without them it can only compile."""
         self.slots = slots
         self.sessions = Sessions(0)
@@ -80,24 +80,24 @@ class SlotPool:
         longest = -(-maximum // ALIGNMENT) * ALIGNMENT
         smallest = max(SMALLEST_CACHE, longest // 16) // ALIGNMENT * ALIGNMENT
         self._prefill_buckets = buckets(SMALLEST_PREFILL, longest)
-        # A long cache gets no tiny sizes: their chunks would be quick anyway.
+        # A long cache gets no tiny sizes, whose chunks would be quick anyway.
         self._lengths = buckets(smallest, longest, halfway=longest <= SHORT_CACHE)
-        self._length = self._lengths[0]  # the cache's now
+        self._length = self._lengths[0]  # the cache's current length
         if allocated:
             self._state = decode.empty_state(config, precision, slots=slots, length=self._length)
-        self._too_long = 0  # chunks in a row for which a shorter cache would have done
-        self._taken: dict[Sequence, int] = {}  # the slot of each
-        self._free = list(range(slots))  # a heap: those at the front are taken first
-        # A block of rows costs the same, however many of its slots run.
+        self._too_long = 0  # chunks in a row for which a shorter cache would suffice
+        self._taken: dict[Sequence, int] = {}  # sequence -> slot
+        self._free = list(range(slots))  # a heap: the slots at the front are taken first
+        # A block of rows costs the same, whatever number of its slots run.
         block = row_blocks.ROWS if precision.bitwise else 1
         *narrower, every = widths(slots, copies_are_cheap=precision.on_cpu)
         sizes = [*(width for width in narrower if width % block == 0), every]
         self._programs = Programs(sizes, self._compile_chunk)
         self._weights_like: Any = None  # shapes and dtypes
-        self._whole: dict[Kind, Program] = {}  # the chunk of all slots, where it is compiled beforehand
-        self._compiling: dict[Kind, float] = {}  # the seconds that took
+        self._whole: dict[Kind, Program] = {}  # the chunk of all slots, where compiled beforehand
+        self._compiling: dict[Kind, float] = {}  # seconds that compiling it took
         self._seconds: dict[int, float] = {}  # of a chunk of all slots, by length
-        self._prefills: dict[int, Program] = {}  # by bucket, where they are compiled beforehand
+        self._prefills: dict[int, Program] = {}  # by bucket, where compiled beforehand
         self._extensions: dict[tuple[int, int], Future[Program]] = {}  # by positions of the prefix, and tokens
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="extension-compiling")
         self._reach = np.zeros(slots, np.int64)  # the next position fed, after all chunks started
@@ -105,7 +105,7 @@ class SlotPool:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """In slots."""
+        """The sequences in slots."""
         return list(self._taken)
 
     @property
@@ -114,24 +114,24 @@ class SlotPool:
 
     @property
     def on_their_way(self) -> int:
-        """Chunks started and not collected."""
+        """Number of chunks started and not collected."""
         return len(self._chunks)
 
     def close(self) -> None:
-        """Waits for what is being compiled."""
+        """Waits for the current compilations."""
         self._compiler.shutdown(cancel_futures=True)
         self._programs.close()
 
     @property
     def longest(self) -> int:
-        """Positions of the longest cache."""
+        """Number of positions of the longest cache."""
         return self._lengths[-1]
 
     def compile(self, weights_like: Any, *, longest_only: bool = False) -> int:
         """Compiles the chunks of all slots and the prefills, for weights of these shapes and dtypes.
 
-        Returns the bytes that the largest of them takes beside its arguments. No array is made. longest_only: of each
-        the longest alone, which takes most.
+        Returns the most bytes that one of them needs besides its arguments. No array is made. longest_only: only the
+        longest of each, which need most.
         """
         last = slice(-1 if longest_only else None, None)
         self._weights_like = weights_like
@@ -154,12 +154,12 @@ class SlotPool:
         self._compiling[kind] = time.perf_counter() - began
 
     def warm_up(self, weights: DecodeWeights) -> None:
-        """Compiles what is left of what serving begins with. No slot may be taken."""
+        """Compiles everything else needed at the start, and times chunks. No slot may be taken."""
         assert not self.busy and self._whole
         none = np.full(self.slots, self.slots, np.int32)
         prefixes = [self._run_prefill(weights, np.zeros(size, np.int32)) for size in self._prefill_buckets]
         for length in self._lengths:
-            for other in self._lengths:  # there and back, whatever comes to what
+            for other in self._lengths:  # there and back, for every pair of lengths
                 self._set_length(other)
                 self._set_length(length)
             for prefix in prefixes:
@@ -194,9 +194,9 @@ class SlotPool:
         return self._run_prefill(weights, padded)
 
     def resume(self, weights: DecodeWeights, sequence: Sequence) -> tuple[Prefix, Kept] | None:
-        """The prompt's prefix, made of what the turn before has left; None: it is to be prefilled.
+        """The prompt's prefix, extended from the previous turn's; None if the prompt must be prefilled.
 
-        The programs are compiled beside the decode loop, when they are first wanted.
+        The programs are compiled in the background when first needed.
         """
         kept, prompt = self.sessions.pop(sequence), sequence.request.prompt
         if kept is None:
@@ -235,8 +235,8 @@ class SlotPool:
             return None
 
     def _keep(self, sequence: Sequence, slot: int) -> None:
-        """Of a sequence that has ended: what the next turn of its session goes on from."""
-        # A slot that ends in mid-chunk feeds its last token again, at angles of later positions: that one is left out.
+        """Keeps the prefix of a sequence that has ended, for the next turn of its session."""
+        # A slot that ends in mid-chunk feeds its last token again, with the angles of later positions: leave it out.
         tokens = sequence.tokens_fed()[:-1]
         if not len(tokens):
             return
@@ -249,9 +249,9 @@ class SlotPool:
         self.sessions.store(sequence, Kept(tokens, (keys, values, None), experts, sequence.only_step()))
 
     def enter(self, prefix: Prefix, sequences: list[Sequence], *, step: int | None) -> None:
-        """Gives sequences of one request a slot each; there must be enough.
+        """Assigns a slot to each of these sequences of one request; enough slots must be free.
 
-        prefix: the prompt's. step: of the version that made all of it; None: several have.
+        prefix: the prompt's. step: of the version that computed all of it; None if several did.
         """
         assert 0 < len(sequences) <= len(self._free)
         prompt = sequences[0].request.prompt
@@ -269,13 +269,13 @@ class SlotPool:
         self._insert(prefix, slots, len(sequences), int(prompt[-1]), len(prompt) - 1, settings)
 
     def leave(self, sequence: Sequence) -> None:
-        """Frees a slot. The device goes on with what was there, unheard, until the slot is taken again."""
+        """Frees a slot. The device continues its old contents, which are ignored, until the slot is taken again."""
         heapq.heappush(self._free, self._taken.pop(sequence))
 
     # ------------------------------------------------------------------------------------------------- decoding
 
     def dispatch(self, weights: DecodeWeights, step: int) -> None:
-        """Starts a chunk with these weights, which are those of version `step`."""
+        """Starts a chunk with these weights of version `step`."""
         if self._weights_like is None:
             self._weights_like = jax.eval_shape(lambda: weights)
         taken = sorted(self._taken.values())
@@ -293,8 +293,8 @@ class SlotPool:
         self._chunks.append(_Chunk(output, step, columns))
 
     def _kind(self) -> Kind:
-        """Of the next chunk. One with a filter is compiled here when it is first wanted: what is sampled to train on
-        seldom has one, and a start need not wait for it."""
+        """The kind of the next chunk. One with a filter is compiled here when first needed: sampling for training
+        seldom uses one, so the start need not wait for it."""
         kind = Kind(self._length, any(_filters(sequence) for sequence in self._taken))
         if kind.filtered and self._whole and kind not in self._whole:
             self._compile_whole(kind)
@@ -303,7 +303,7 @@ class SlotPool:
         return kind
 
     def _gather(self, origins: list[int]) -> None:
-        """Moves these to the first free slots."""
+        """Moves these slots to the first free ones."""
         if not origins:
             return
         targets = [heapq.heappop(self._free) for _ in origins]
@@ -315,7 +315,7 @@ class SlotPool:
         self._move_on_device(origins, targets)
 
     def collect(self) -> list[Sequence]:
-        """Waits for the oldest chunk started; the sequences that ended in it, their slots free again."""
+        """Waits for the oldest chunk; returns the sequences that ended in it, whose slots are then free."""
         chunk, finished = self._chunks.popleft(), []
         output = jax.device_get(chunk.output)
         counts = output.live.sum(axis=0)
@@ -326,7 +326,7 @@ class SlotPool:
                 produced = (rows[column][:count] for rows in (tokens, logprobs, forced))
                 sequence.extend(*produced, chunk.step)
                 if output.experts is not None and sequence.request.router_replay:
-                    sequence.fed(output.experts[:count, column].copy())  # not the whole chunk's for as long as it lives
+                    sequence.fed(output.experts[:count, column].copy())  # a copy keeps only this part alive
                 if output.finish[column] != decode.RUNNING:
                     sequence.finish_reason = _REASONS[int(output.finish[column])]
                     if sequence.request.session and sequence.finish_reason == "stop":
@@ -377,13 +377,13 @@ class SlotPool:
 
 
 def _filters(sequence: Sequence) -> bool:
-    """Whether its top-k or top-p may drop a token."""
+    """Whether the sequence's top-k or top-p may drop a token."""
     sampling = sequence.request.sampling
     return sampling.top_k > 0 or sampling.top_p < 1
 
 
 def _fill(settings: Settings, row: int, sequence: Sequence) -> None:
-    """Row `row` of host settings from a request that `check_request` has passed."""
+    """Fills row `row` of host settings from a request that `check_request` has passed."""
     sampling, interruption, wanted = sequence.request.sampling, sequence.request.interruption, sequence.wanted
     phrase, end = interruption.text_token_ids, interruption.end_of_thinking_token_ids
     settings.seed[row] = (wanted.seed & 0xFFFFFFFF, wanted.seed >> 32)

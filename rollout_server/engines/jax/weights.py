@@ -1,18 +1,18 @@
-"""The weights as the decode loop wants them, made once per version, off the decode path.
+"""The weights in the decode loop's layout, made once per version, off the decode path.
 
     DecodeWeights = {"embed" [V,D], "head" [V,D] (absent when tied), "final_norm" [D],
                      "layers": [{"attention_norm" [D], "query_key_value" [(H+2K)h,D], "output" [D,Hh], ...}, ...]}
 
 Matrices of layers are [out, in], as in the files (see below); routers are [in, out], as the trainer's are.
 
-One array per layer and not a stack: a slice of a stack would be copied in every decode step. Weights that are one fused
-parameter of vLLM's share one product here too: they stand side by side in one array, named by their leaves. Every value
-has been rounded to the sync dtype, so that the policy is the trainer's, and is held in the dtype of its use: matrices
-in the compute dtype, vectors and routers in float32, embedding and head in the head's.
+One array per layer instead of a stack: a slice of a stack would be copied in every decode step. Weights that are fused
+into one parameter in vLLM share one product here too: they are concatenated in one array, named by their leaves. Every
+value has been rounded to the sync dtype, so that the policy is the trainer's, and is held in the dtype of its use:
+matrices in the compute dtype, vectors and routers in float32, embedding and head in the head's.
 
-A version in which little changed is made from the one held: an array in which something changed is copied on the device
-and the new values are scattered into the copy; the others are shared. No array is ever written to, so a chunk that was
-started with one version goes on with it.
+A version in which little changed is made from the one held: a changed array is copied on the device and the new values
+are scattered into the copy; the other arrays are shared. No array is ever written to, so a chunk that was started with
+one version continues with it.
 
 Legend: V vocabulary, D width, H query heads, K key/value heads, h head size.
 
@@ -21,8 +21,8 @@ The products of a decode step: few rows, one for each slot, times weights [out, 
     y = x W'        x [rows, in], W [out, in]
 
 XLA for CPUs rearranges the right operand of a product in every call, which at few rows costs several times the product
-itself. So there W is the left operand, y' = W x', and only the rows are rearranged, which are small. Without a barrier
-behind it the compiler would turn the product round again, to save the transposition of its result.
+itself. So on CPUs W is the left operand, y' = W x', and only the small rows are rearranged. Without a barrier after it
+the compiler would swap the operands back, to save the transposition of the result.
 """
 
 import dataclasses
@@ -42,14 +42,14 @@ from scalerl_jax.model.families.rows import WeightRow
 from scalerl_jax.model.tensor_layout import Tensor, check_shapes, hf_tensors, layout, rows
 
 DecodeWeights = Mapping[str, Any]
-Place = tuple[int | None, str]  # layer (None: of none), name in DecodeWeights
+Place = tuple[int | None, str]  # layer (None: not in a layer), name in DecodeWeights
 
 _NOTHING = Change(np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodePrecision(Precision):
-    """And what the programs are compiled for, which may be another device than this process has."""
+    """Precision plus the platform that the programs are compiled for, which this process need not have."""
 
     platform: str = "cpu"  # as of jax.Device
 
@@ -59,20 +59,20 @@ class DecodePrecision(Precision):
 
     @property
     def keys_last(self) -> bool:
-        """Whether positions are the last dimension of cached keys, and not as of values the one before (caches.py)."""
+        """Whether positions are the last dimension of cached keys, rather than the second to last as in values."""
         return self.platform != "tpu" or self.bitwise
 
     @property
     def cache(self) -> str:
-        """The dtype of keys and values, whose values are the compute dtype's in any case.
+        """The dtype that stores keys and values, which are always rounded to the compute dtype.
 
-        On a CPU float32: XLA widens a bf16 array there, all of it, to write one element.
+        On a CPU it is float32: XLA widens a whole bf16 array there to write one element.
         """
         return "float32" if self.on_cpu else self.compute
 
 
 def decode_precision(precision: Precision, platform: str) -> DecodePrecision:
-    """The precision to compute with on decode weights: they are rounded already, once is enough."""
+    """The precision to compute with on decode weights, which are already rounded to the sync dtype."""
     return DecodePrecision(precision.compute, "float32", precision.head, precision.numerics, platform=platform)
 
 
@@ -86,10 +86,10 @@ def decode_weights(
 ) -> DecodeWeights:
     """Host arrays under their Hugging Face names -> decode weights on the device, sharing no memory with `tensors`.
 
-    held, changes: the decode weights of another version, and what changed since in `tensors` (in sync dtype). A tensor
-    not named is unchanged; one with None may differ anywhere. Without both all arrays are rebuilt.
+    held, changes: the decode weights of an earlier version, and the changes since then (`tensors` in sync dtype). A
+    tensor not named is unchanged; one with None may differ anywhere. Without both all arrays are rebuilt.
 
-    Raises ValueError naming a tensor that is missing or of another shape.
+    Raises ValueError naming a tensor that is missing or has another shape.
     """
     check_shapes(config, {name: tensors[name].shape for name in hf_tensors(config) if name in tensors})
     made: dict[str, Any] = {"layers": [{} for _ in range(config.layers)]}
@@ -104,12 +104,12 @@ def decode_weights(
 
 
 def _group(weights: Any, layer: int | None) -> Any:
-    """The arrays of a layer, or of none."""
+    """The arrays of a layer, or for None those outside the layers."""
     return weights if layer is None else weights["layers"][layer]
 
 
 def places(config: DecoderConfig) -> dict[Place, list[tuple[str, Tensor]]]:
-    """Every array of the decode weights, and the tensors that stand side by side in it."""
+    """Every array of the decode weights, and the tensors concatenated in it."""
     parts: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in layout(config).items():
         parts.setdefault(tensor.fused, []).append((name, tensor))
@@ -117,12 +117,12 @@ def places(config: DecoderConfig) -> dict[Place, list[tuple[str, Tensor]]]:
 
 
 def _turned(row: WeightRow) -> bool:
-    """Whether it lies as in the trainer's tree, and not as in the files."""
+    """Whether the array has the trainer's layout instead of the files'."""
     return row.transposed and not lies_as_in_files(row)
 
 
 def _side(row: WeightRow) -> int:
-    """The axis of the outputs, along which the parts of an array stand side by side."""
+    """The axis of the outputs, along which the parts of an array are concatenated."""
     return 0 if lies_as_in_files(row) else row.side
 
 
@@ -134,7 +134,7 @@ def _dtype(row: WeightRow, precision: Precision) -> np.dtype:
 
 
 def abstract_weights(config: DecoderConfig, precision: Precision) -> DecodeWeights:
-    """Their shapes and dtypes, made of nothing but the config."""
+    """Shapes and dtypes of the decode weights, from the config alone."""
     made: dict[str, Any] = {"layers": [{} for _ in range(config.layers)]}
     for (layer, leaf), parts in places(config).items():
         row = parts[0][1].row
@@ -146,16 +146,16 @@ def abstract_weights(config: DecoderConfig, precision: Precision) -> DecodeWeigh
 
 
 def _put(tensors: Mapping[str, Any], parts: list[tuple[str, Tensor]], precision: Precision) -> jax.Array:
-    """One array, from whole tensors."""
+    """Makes one array from whole tensors."""
     blocks = [np.asarray(tensors[name]).astype(jnp.dtype(precision.sync)) for name, _ in parts]
     row = parts[0][1].row
     joined = np.concatenate([block.T if _turned(row) else block for block in blocks], axis=_side(row))
-    # A copy in any case: on a CPU, device_put may keep the host's memory, which the next version overwrites.
+    # Always a copy: on a CPU, device_put may keep the host's memory, which the next version overwrites.
     return jax.device_put(np.array(joined, _dtype(row, precision), order="C"))
 
 
 def _scattered(before: jax.Array, parts: list[Tensor], changes: list[Change]) -> jax.Array:
-    """A copy of `before` with the changes of its parts; itself where there are none."""
+    """A copy of `before` with the changes of its parts; `before` itself without changes."""
     indices, outputs, side = [], 0, _side(parts[0].row)
     for tensor, change in zip(parts, changes):
         index = np.unravel_index(change.positions, tensor.shape)
@@ -168,7 +168,7 @@ def _scattered(before: jax.Array, parts: list[Tensor], changes: list[Change]) ->
     count = where.shape[1]
     if not count:
         return before
-    # Padded to a power of two, so that few programs are compiled; places outside of the array are dropped.
+    # Padded to a power of two, so that few programs are compiled; indices outside of the array are dropped.
     padded = max(1024, 1 << (count - 1).bit_length())
     where = np.pad(where, ((0, 0), (0, padded - count)), constant_values=np.iinfo(np.int32).max).astype(np.int32)
     values = np.concatenate([change.values for change in changes]).astype(before.dtype)
@@ -191,17 +191,17 @@ def model_params(weights: DecodeWeights, config: DecoderConfig) -> Params:
     return param_tree(config, lambda row, _: jnp.stack(leaves[row.leaf]) if row.layered else leaves[row.leaf][0])
 
 
-MOST_ROWS = 64  # of a product with few: with more of them, rearranging the weights costs less than turning the result
-_LEAST_ROWS = 2  # for one row alone XLA widens bfloat16 weights, all of them
+MOST_ROWS = 64  # with more rows, rearranging the weights costs less than transposing the result
+_LEAST_ROWS = 2  # for a single row XLA widens all bfloat16 weights
 
 
 def lies_as_in_files(row: WeightRow) -> bool:
-    """Whether a decode weight is [out, in], unlike the trainer's. Routers are used as there."""
+    """Whether a decode weight is [out, in], unlike the trainer's. Routers keep the trainer's layout."""
     return row.transposed and "router" not in row.dimensions
 
 
 def product(x: jax.Array, weight: jax.Array, *, on_cpu: bool) -> jax.Array:
-    """x [..., in] times weight [out, in] of its dtype, summed and returned in float32: [..., out]."""
+    """x [..., in] times weight [out, in] of the same dtype, accumulated and returned in float32: [..., out]."""
     dot = Precision(str(x.dtype)).dot
     count = x.size // x.shape[-1]
     if not on_cpu or count > MOST_ROWS:
@@ -232,7 +232,7 @@ class DecodeLayer(Layer):
 
 
 class DecodeRowLayer(RowLayer):
-    """Likewise, in blocks of rows."""
+    """A layer on decode weights, computed in blocks of rows."""
 
     def project(self, x: jax.Array, *leaves: str) -> object:
         def use(weight: jax.Array) -> jax.Array:

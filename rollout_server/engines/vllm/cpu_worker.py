@@ -2,7 +2,7 @@
 
 vLLM's CPU backend would pack the weights for oneDNN when the model is loaded and drop the originals, or, under tied
 embeddings, keep both: a weight written later would be lost, or used by the embedding and not by the head. Here it
-multiplies with the weights as they are, which is also what GPUs do. Experts too: each takes its tokens' rows in turn.
+multiplies with the weights as they are, as GPUs do. So do experts, one after another, each on its tokens' rows.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ class PlainCpuWorker(CPUWorker):
 
 
 class RecordingCpuWorker(Recording, PlainCpuWorker):
-    """Tells the experts of tokens, too."""
+    """Also records the experts of tokens."""
 
 
 def _plain(layer: Any, remove_weight: bool) -> None:
@@ -31,7 +31,8 @@ def _plain(layer: Any, remove_weight: bool) -> None:
 
 
 def _plain_experts() -> None:
-    """Of a vLLM that has this backend for experts; of another one the weights are not found, which is said then."""
+    """Patches vLLM's backend for experts, if this vLLM has it; in another one the weights are not found, and
+    scalerl_prepare raises."""
     try:
         from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     except ImportError:

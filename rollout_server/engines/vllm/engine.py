@@ -1,19 +1,19 @@
 """The generator for GPU fleets: vLLM behind the engine interface.
 
-vLLM decodes in processes of its own; here, on the server's event loop, are the queue, the slots, the thinking budget of
-each sequence and the versions. A sequence is handed to vLLM when a slot is free, so that what waits in vLLM never waits
+vLLM decodes in separate processes; the queue, the slots, the thinking budget of each sequence and the versions are
+here, on the server's event loop. A sequence is handed to vLLM only when a slot is free, so that nothing waits in vLLM
 across a change of the weights.
 
 A new version, under one lock:
     1. requests pinned to the version held are finished first,
     2. requests of another incarnation end; vLLM pauses between two steps, the others and their keys and values stay,
-    3. a sequence that has no token yet goes back to the queue, so that it starts from the new weights' keys and values,
+    3. a sequence without a token returns to the queue, so that it starts from the new weights' keys and values,
     4. the workers write the new weights in place, from memory that they share with this process,
-    5. only after a good load vLLM resumes. A failed one is repeated whole, from the host copy; after LOAD_ATTEMPTS the
-       engine is over, the server exits, and the fleet carries on without it.
+    5. vLLM resumes only after a successful load. A failed one is repeated whole, from the host copy; after
+       LOAD_ATTEMPTS the engine fails, the server exits, and the fleet continues without it.
 
-Tokens received before the pause are the old version's, all others the new one's. The prefix cache is salted with the
-number of loads, so that no request sees keys and values that other weights made before it began.
+Tokens received before the pause belong to the old version, all others to the new one. The prefix cache is salted
+with the number of loads, so that no request uses keys and values that other weights computed before it started.
 """
 
 import asyncio
@@ -34,18 +34,18 @@ from rollout_server.engines.vllm.adapter import Vllm
 from rollout_server.engines.vllm.shared_memory import SharedMemory
 from scalerl_jax.contract.codec import Completion, GroupRequest, ScoreRequest, Scores, Version
 
-# How often a version is written before this server is given up.
+# How often writing a version is tried before this server ends.
 LOAD_ATTEMPTS = 3
 
 log = logging.getLogger(__name__)
 
 
 class VllmEngine(QueuedEngine):
-    """See engines/engine.py for what each method promises.
+    """The engine; see engines/engine.py for each method.
 
     Args:
       vllm: started and prepared; it must hold the weights of its folder.
-      slots: completions sampled at once, at most those that `vllm` has room for.
+      slots: completions sampled at once, at most as many as `vllm` supports.
       queue: completions that may wait for a slot.
     """
 
@@ -55,17 +55,17 @@ class VllmEngine(QueuedEngine):
         info = engine_info("vllm", options, vllm.config, devices=vllm.workers)
         super().__init__(RequestQueue(info, self._fill))
         self._vllm = vllm
-        self._lock = asyncio.Lock()  # weights are written, or scores computed
-        self._step = 0  # of the version that the tokens now arriving were sampled by
+        self._lock = asyncio.Lock()  # held while weights are written or scores computed
+        self._step = 0  # of the version that sampled the tokens now arriving
         self._loads = 0
         self._buffer: SharedMemory | None = None
-        self._tasks: dict[Sequence, asyncio.Task[None]] = {}  # of those in slots
-        self._ending: set[asyncio.Task[None]] = set()  # of those that lost their slot
+        self._tasks: dict[Sequence, asyncio.Task[None]] = {}  # of sequences in slots
+        self._ending: set[asyncio.Task[None]] = set()  # of sequences that have lost their slot
         self._queue_changed = asyncio.Event()
         self._paused = False
         self._busy_since: float | None = None
 
-    # ------------------------------------------------------------------------------------- what the service calls
+    # -------------------------------------------------------------------------------------- called by the service
 
     def generate(self, request: GroupRequest) -> AsyncGenerator[Completion, None]:
         self._raise_if_over()
@@ -99,7 +99,7 @@ class VllmEngine(QueuedEngine):
         return status
 
     async def close(self) -> None:
-        """Ends every request where it stands."""
+        """Ends every request at once."""
         self._queue.close()
         await self._until_ended()
         if self._buffer is not None:
@@ -109,7 +109,7 @@ class VllmEngine(QueuedEngine):
     # ------------------------------------------------------------------------------------------- queue and slots
 
     def _fill(self) -> None:
-        """Ends what lost its slot, and gives free slots to those that wait."""
+        """Ends sequences that have lost their slot, and gives free slots to waiting ones."""
         for sequence in self._tasks.keys() - self._queue.running.keys():
             task = self._tasks.pop(sequence)
             task.cancel()
@@ -128,7 +128,7 @@ class VllmEngine(QueuedEngine):
         self._busy_since = now if self._queue.running and not self._paused else None
 
     async def _sample(self, sequence: Sequence) -> None:
-        """One sequence in its slot. It is cancelled where the slot is taken away."""
+        """Samples one sequence in its slot; cancelled if the slot is taken away."""
         try:
             name = self._vllm.new_name()
             tokens = self._vllm.generate(name, sequence.request, sequence.wanted, salt=str(self._loads))
@@ -153,14 +153,14 @@ class VllmEngine(QueuedEngine):
         self._queue.finish(sequence)
 
     async def _until_ended(self) -> None:
-        """Until vLLM was told of every sequence that was given up."""
+        """Waits until vLLM has aborted every sequence that was given up."""
         if self._ending:
             await asyncio.wait(set(self._ending))
 
     # ---------------------------------------------------------------------------------------------------- weights
 
     async def _swap(self, version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
-        """Seconds that decoding stood still. Nothing is awaited between may_swap and the change of the version."""
+        """Swaps in a version; returns the seconds of the pause. Awaits nothing between may_swap and the new version."""
         began = time.monotonic()
         self._paused = True
         self._queue.set_version(version)
@@ -182,7 +182,7 @@ class VllmEngine(QueuedEngine):
         return pause
 
     async def _write(self, tensors: Mapping[str, np.ndarray], changes: Changes) -> None:
-        """Raises RuntimeError after LOAD_ATTEMPTS."""
+        """Writes a version into vLLM's weights. Raises RuntimeError after LOAD_ATTEMPTS."""
         assert self._buffer is not None
         for attempt in range(1, LOAD_ATTEMPTS + 1):
             try:
@@ -191,14 +191,14 @@ class VllmEngine(QueuedEngine):
             except Exception as error:
                 log.exception("weights could not be written, attempt %d of %d", attempt, LOAD_ATTEMPTS)
                 failure = error
-            # What was written before it failed is not known.
+            # It is not known what was written before the failure.
             changes = dict.fromkeys(tensors)
         raise RuntimeError(f"the weights could not be written in {LOAD_ATTEMPTS} attempts") from failure
 
-    # -------------------------------------------------------------------------------------------------------- ends
+    # ----------------------------------------------------------------------------------------------------- failure
 
     def _fail(self, error: Exception) -> None:
-        """The engine is over: every request hears of it, and status raises."""
+        """Ends the engine: every request gets the error, and status raises."""
         failure = RuntimeError(f"vLLM has failed: {error}")
         failure.__cause__ = error
         self._queue.close(failure)

@@ -1,12 +1,12 @@
-"""What vLLM's routers chose, for requests that ask for it (router replay).
+"""Records the experts that vLLM's routers chose, for requests that ask for them (router replay).
 
-Runs in vLLM's worker processes. Each step the routers' choices are copied out, a row for each token fed. They are kept
+Runs in vLLM's worker processes. Each step copies the routers' choices, a row for each token fed. They are kept
 
-    by place      in the key/value cache, of every request: a prompt that is found in the prefix cache was routed by
-                  the request that computed it, with the same keys and values
-    by request    of those that ask for them (KEY in SamplingParams.extra_args), until the server has taken them
+    by position   in the key/value cache, for every request: a prompt found in the prefix cache was routed by the
+                  request that computed it, with the same keys and values
+    by request    for requests that ask for them (KEY in SamplingParams.extra_args), until the server collects them
 
-vLLM has an option of its own for this, of its newer model runner only, which forced phrases do not work with.
+vLLM has its own option for this, but only in its newer model runner, in which forced phrases do not work.
 """
 
 import collections
@@ -25,14 +25,14 @@ KEY = "scalerl_experts"  # in extra_args
 
 
 class Recording:
-    """Mixed into vLLM's worker, before it."""
+    """Mixin for vLLM's worker; it must precede the worker class."""
 
     model_runner: Any
     model_config: Any
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         super().load_model(*arguments, **options)  # type: ignore[misc]
-        # Before any graph is captured, so that it has the copies in it.
+        # Before any graph is captured, so that graphs contain the copies.
         self._scalerl_record = ExpertRecord(self.model_runner, read_config(self.model_config.model))
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -41,7 +41,7 @@ class Recording:
         return output
 
     def scalerl_experts(self, name: str) -> bytes | None:
-        """Of the request `name`, which is forgotten, as the contract has them; None: not this worker's to tell.
+        """The experts of the request `name`, in the contract's layout; its record is dropped. None except on rank 0.
 
         Raises KeyError where there is no such request.
         """
@@ -53,7 +53,7 @@ class Recording:
 
 @dataclasses.dataclass
 class _Rows:
-    """Of a request so far."""
+    """The recorded rows of a request."""
 
     parts: list[np.ndarray] = dataclasses.field(default_factory=list)
     count: int = 0
@@ -67,17 +67,17 @@ class _Rows:
 
 
 class ExpertRecord:
-    """Raises ValueError where this vLLM's routers cannot be listened to."""
+    """The record of one worker. Raises ValueError where this vLLM's routers cannot be hooked."""
 
     def __init__(self, runner: Any, config: DecoderConfig):
         self._runner, self._dtype = runner, expert_dtype(config.experts)
         self._chosen = torch.zeros(
             (runner.max_num_tokens, config.layers, config.experts_per_token), dtype=torch.int32, device=runner.device
         )
-        self._places: np.ndarray | None = None  # [places of the cache, layers, experts per token], once it is known
+        self._places: np.ndarray | None = None  # [cache positions, layers, experts per token], once known
         self._rows: dict[str, _Rows] = {}  # by vLLM's name of the request
-        # Those of them that have ended. Requests that were given up are never collected, so the oldest are dropped.
-        # The size lets every running request end and be collected before that.
+        # Requests that have ended. Aborted requests are never collected, so the oldest are dropped. The size lets every
+        # running request end and be collected before that.
         self._ended: collections.deque[str] = collections.deque(maxlen=2 * runner.max_num_reqs)
         listened = set()
         for name, module in runner.model.named_modules():
@@ -95,7 +95,7 @@ class ExpertRecord:
         self._chosen[: len(ids), layer] = ids
 
     def step(self, scheduled: Any) -> None:
-        """After the model has run for what was scheduled."""
+        """Records one step; call it after the model has run the scheduled tokens."""
         for new in scheduled.scheduled_new_reqs:
             if new.sampling_params is not None and (new.sampling_params.extra_args or {}).get(KEY):
                 self._rows[new.req_id] = _Rows()
@@ -123,14 +123,14 @@ class ExpertRecord:
             own, first = rows[first : first + count], first + count
             self._places[_places(blocks[index], size, known, known + count)] = own
             if kept := self._rows.get(name):
-                if kept.count > known:  # it was preempted, and is recomputed from there on
+                if kept.count > known:  # it was preempted, and is recomputed from `known` on
                     kept = self._rows[name] = _Rows([kept.whole()[:known]], known)
                 elif kept.count < known:
                     kept.add(self._places[_places(blocks[index], size, kept.count, known)])
                 kept.add(own)
 
     def pop(self, name: str) -> np.ndarray:
-        """[tokens fed, layers, experts per token] of the request that the server calls so."""
+        """[tokens fed, layers, experts per token] of a request by the server's name; drops its record."""
         # vLLM makes names unique by a suffix.
         full = next((full for full in self._rows if full == name or full.startswith(f"{name}-")), None)
         if full is None:
@@ -139,6 +139,6 @@ class ExpertRecord:
 
 
 def _places(blocks: np.ndarray, size: int, start: int, end: int) -> np.ndarray:
-    """Where the tokens [start, end) of a request lie in the cache, of whose blocks of `size` tokens it has these."""
+    """Cache positions of a request's tokens [start, end). blocks: its blocks of the cache, of `size` tokens each."""
     positions = np.arange(start, end)
     return blocks[positions // size] * np.int64(size) + positions % size

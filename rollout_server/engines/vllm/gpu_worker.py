@@ -1,4 +1,4 @@
-"""vLLM's worker for GPUs, which tells the experts of tokens, too."""
+"""vLLM's worker for GPUs, which also records the experts of tokens."""
 
 from vllm.v1.worker.gpu_worker import Worker
 

@@ -1,11 +1,11 @@
-"""vLLM's side of the interruption: where the phrase is due, its token is the only one that can be sampled.
+"""vLLM's side of the interruption: while the phrase is forced, its next token is the only one that can be sampled.
 
-Runs in vLLM's worker processes. A request that thinks carries its ThinkingBudget in SamplingParams.extra_args; each
-step the tokens that came since the last one are taken, and where the next is forced all other logits become -inf. The
-request goes on with its key/value cache, and vLLM reports log-probability 0 for what was forced. The server follows the
-same tokens with a budget of its own, so nothing has to come back from here.
+Runs in vLLM's worker processes. A request that thinks carries its ThinkingBudget in SamplingParams.extra_args. Each
+step the budget advances over the new tokens, and if the next token is forced all other logits become -inf. The request
+keeps its key/value cache, and vLLM reports log-probability 0 for forced tokens. The server tracks the same tokens with
+its own budget, so nothing has to be sent back.
 
-Needs vLLM's first model runner and synchronous scheduling: only there are all tokens up to the last step known.
+Requires vLLM's first model runner and synchronous scheduling: only there are all tokens up to the last step known.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ KEY = "scalerl_thinking_budget"  # in extra_args: the arguments of ThinkingBudge
 
 
 class _Follower:
-    """One request. Rebuilt, with all its tokens still to be read, where vLLM preempted and resumed it."""
+    """The budget of one request. After a preemption vLLM makes a new one, which reads all tokens from the start."""
 
     def __init__(self, arguments: dict[str, Any]):
         self._budget = ThinkingBudget(**arguments)
         self._taken = 0
 
     def __call__(self, output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """logits [vocabulary] of the next token."""
+        """Forces a token if due. logits: [vocabulary] of the next token."""
         while self._taken < len(output_ids) and not self._budget.finish:
             self._budget.advance(output_ids[self._taken])
             self._taken += 1

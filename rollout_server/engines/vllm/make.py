@@ -1,4 +1,4 @@
-"""The vllm engine's flags, and how scalerl-serve makes it."""
+"""The vllm engine's flags, and the function with which scalerl-serve makes it."""
 
 from typing import TYPE_CHECKING
 

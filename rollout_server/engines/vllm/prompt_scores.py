@@ -1,11 +1,11 @@
 """Scores of a prompt's tokens, of the likeliest ones and of given ones, from the hidden states of vLLM's own steps.
 
-Runs in vLLM's worker processes. A request to score carries in SamplingParams.extra_args what is asked (KEY). In each
-step the head is computed for its part of the prompt, a chunk at a time, and what is asked of the logits is kept until
-the server takes it. The server scores one sequence after another, so only the latest is kept.
+Runs in vLLM's worker processes. A score request carries its arguments in SamplingParams.extra_args (KEY). Each step
+computes the head for its part of the prompt, a chunk at a time, and keeps the requested scores until the server
+collects them. The server scores one sequence after another, so only the latest is kept.
 
-vLLM's own prompt_logprobs make Python objects of every number, and give those of given tokens in its newer model runner
-only, which forced phrases do not work with.
+vLLM's own prompt_logprobs makes a Python object of every number, and supports given tokens only in its newer model
+runner, in which forced phrases do not work.
 """
 
 from typing import Any
@@ -16,16 +16,16 @@ import torch
 # In extra_args: a dict of name, first and top_k, and `ids`, the bytes of codec.ScoreRequest.ids().
 KEY = "scalerl_score"
 
-CHUNK = 1024  # tokens whose logits exist at once
+CHUNK = 1024  # tokens whose logits are in memory at once
 
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]  # scored [n, 1 + k] float32, top ids [n, top_k] int32, and theirs
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]  # scored [n, 1 + k] float32, top ids [n, top_k] int32, log-probs
 
 
 class PromptScores:
     def __init__(self, runner: Any):
         self._runner = runner
         self._kept: tuple[str, Arrays] | None = None
-        # vLLM calls it in every step, with the hidden states of all that was fed.
+        # vLLM calls this in every step, with the hidden states of all tokens fed.
         self._prompt_logprobs = runner._get_prompt_logprobs_dict
         runner._get_prompt_logprobs_dict = self._step
 
@@ -47,14 +47,14 @@ class PromptScores:
         """hidden: of the tokens at `place` and behind it, of a prompt of `length`."""
         wanted = np.frombuffer(ids, np.int32).reshape(length - first, -1)
         if self._kept is None or self._kept[0] != name:
-            # What is never computed would be noticed.
+            # NaN, so that scores never computed are noticed.
             scored, top = np.full(wanted.shape, np.nan, np.float32), np.full((len(wanted), top_k), np.nan, np.float32)
             top_ids = np.full(top.shape, -1, np.int32)
             if first == 0:
                 scored[0], top[0] = 0, 0
             self._kept = name, (scored, top_ids, top)
         scored, top_ids, top = self._kept[1]
-        # A token predicts the one behind it.
+        # A token predicts the next one.
         for start in range(max(place + 1, first), min(place + 1 + len(hidden), length), CHUNK):
             end = min(start + CHUNK, place + 1 + len(hidden), length)
             logits = self._runner.model.compute_logits(hidden[start - 1 - place : end - 1 - place])

@@ -1,8 +1,8 @@
-"""Memory that several processes of one machine map, and that no path leads to.
+"""Memory without a file name that several processes of one machine map.
 
-It is a file without a name (memfd_create): other processes of the same user open it through /proc while its maker
-lives, and it is gone with the last process that maps it, however that one ended. Nothing is left in /dev/shm, and the
-size of /dev/shm, which containers keep small, does not bound it. Linux only, as vLLM is.
+It is an unnamed file (memfd_create): other processes of the same user open it through /proc while its creator lives,
+and it is freed with the last process that maps it, however that one ended. Nothing is left in /dev/shm, and the size of
+/dev/shm, which containers keep small, is no limit. Linux only, like vLLM.
 """
 
 import mmap
@@ -23,16 +23,16 @@ class SharedMemory:
 
     @property
     def path(self) -> str:
-        """What another process opens."""
+        """The path that another process opens."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def close(self) -> None:
-        """The array stays readable as long as it is referenced; the name of the memory is gone."""
+        """Closes the path to the memory; the array stays readable as long as it is referenced."""
         os.close(self._file)
 
 
 def attach(path: str) -> mmap.mmap:
-    """The memory behind `SharedMemory.path`, in another process. Raises OSError where its maker is gone."""
+    """The memory behind `SharedMemory.path`, in another process. Raises OSError if its creator has ended."""
     file = os.open(path, os.O_RDWR)
     try:
         return mmap.mmap(file, os.fstat(file).st_size)
@@ -41,5 +41,5 @@ def attach(path: str) -> mmap.mmap:
 
 
 def identity(path: str) -> tuple[str, int]:
-    """Tells whether a path still means the memory that it meant before."""
+    """A key that changes when the path refers to other memory."""
     return path, os.stat(path).st_ino

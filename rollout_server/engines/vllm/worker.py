@@ -1,16 +1,17 @@
-"""What the server asks of vLLM's workers: to write a version of the weights in place.
+"""Extension of vLLM's workers: writes a version of the weights in place.
 
 WeightAccess is mixed into vLLM's worker (worker_extension_cls); its methods are called through collective_rpc.
-The server stages a version in memory that it shares with the workers (shared_memory.py). Each worker takes its own part
-of each tensor, where model/tensor_layout.py says it lies in vLLM's fused parameters, and writes it there: a whole part,
-or the positions that changed. No parameter is reallocated, so compiled graphs and tied embeddings stay valid.
+The server stages a version in memory that it shares with the workers (shared_memory.py). Each worker writes its own
+part of each tensor to its place in vLLM's fused parameters (model/tensor_layout.py): the whole part, or the positions
+that changed. No parameter is reallocated, so compiled graphs and tied embeddings stay valid.
 
-A call that raises may have written in part. It is repeated, whole, before anything is sampled again.
+A call that raises may have written in part. It is repeated, whole, before sampling resumes.
 
 vLLM's processes end with the server, however it ended: vLLM itself leaves them behind when its parent is killed.
 
 A thread of each worker waits for the end of the server's process. It then asks vLLM's engine process, the worker's
-parent, to end, which takes the workers along and removes what they share; one that does not is killed.
+parent, to end, which also ends the workers and frees their shared resources; an engine process that does not end is
+killed.
 """
 
 import contextlib
@@ -31,12 +32,12 @@ from rollout_server.engines.vllm.prompt_scores import PromptScores
 from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.model.tensor_layout import Piece, pieces
 
-# How long the engine process may take to end in good order.
+# How long the engine process may take to end by itself.
 GRACE_SECONDS = 10.0
 
 
 def follow(server: int) -> None:
-    """Returns at once. `server` is the process id to follow; raises OSError where there is none."""
+    """Ends this worker with the process `server`; returns at once. Raises OSError where there is no such process."""
     lifeline, parent = os.pidfd_open(server), os.getppid()
     engine = None if parent == server else os.pidfd_open(parent)
     threading.Thread(target=_follow, args=(lifeline, engine), name="lifeline", daemon=True).start()
@@ -45,7 +46,7 @@ def follow(server: int) -> None:
 def _follow(lifeline: int, engine: int | None) -> None:
     select.select([lifeline], [], [])
     if engine is not None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
+        with contextlib.suppress(ProcessLookupError):  # already ended
             signal.pidfd_send_signal(engine, signal.SIGTERM)
             if not select.select([engine], [], [], GRACE_SECONDS)[0]:
                 signal.pidfd_send_signal(engine, signal.SIGKILL)
@@ -59,16 +60,16 @@ Entry = tuple[str, int, tuple[int, int] | None]
 
 
 class WeightAccess:
-    """Methods beside vLLM's own, hence the prefix."""
+    """Methods mixed into vLLM's worker; the prefix avoids clashes with its own."""
 
     model_runner: Any
     model_config: Any
 
     def scalerl_prepare(self, sync_dtype: str, server: int) -> None:
-        """Finds each tensor's place, and rounds the weights that were loaded to the sync dtype.
+        """Finds each tensor's place in the parameters, and rounds the loaded weights to the sync dtype.
 
-        From here on the worker ends with the process `server`. Raises ValueError where vLLM lays the model out in
-        another way than the table says.
+        From here on the worker ends with the process `server`. Raises ValueError where vLLM's layout of the model
+        differs from model/tensor_layout.py.
         """
         follow(server)
         config = read_config(self.model_config.model)
@@ -76,7 +77,7 @@ class WeightAccess:
         self._scalerl_scores = PromptScores(self.model_runner)
         self._scalerl_sync_dtype = _DTYPES[sync_dtype]
         self._scalerl_pieces: dict[str, Piece] = pieces(config, rank, workers)
-        # Releases differ in whether experts' parameters lie in a module of their own.
+        # In some releases experts' parameters are in a separate module.
         named = self.model_runner.model.named_parameters()
         self._scalerl_parameters = {name.replace(".routed_experts.", "."): p.data for name, p in named}
         self._scalerl_memory: tuple[tuple[str, int], mmap.mmap] | None = None
@@ -85,7 +86,7 @@ class WeightAccess:
             if parameter is None:
                 raise ValueError(f"tensor {name}: this vLLM has no parameter {piece.parameter}")
             rows, *rest = parameter.shape
-            # What is left over may only be the padding of the vocabulary.
+            # Extra rows may only be the padding of the vocabulary.
             padded = rows > piece.size[0] and ("embed" in name or "head" in name)
             if not parameter.is_contiguous() or (rows != piece.size[0] and not padded) or tuple(rest) != piece.size[1:]:
                 raise ValueError(f"tensor {name}: {piece.parameter} has shape {list(parameter.shape)} in this vLLM")
@@ -100,7 +101,7 @@ class WeightAccess:
 
         Args:
           weights_path: shared memory with every tensor, in sync dtype.
-          positions_path: shared memory with the positions of all changes, int64; None: there are none.
+          positions_path: shared memory with the positions of all changes, int64; None without positions.
         """
         weights = self._scalerl_weights(weights_path)
         positions = np.zeros(0, np.int64)
@@ -123,17 +124,17 @@ class WeightAccess:
             torch.accelerator.synchronize()
 
     def scalerl_held(self, name: str) -> bytes:
-        """This worker's part of a tensor as it stands in the model, in sync dtype, row-major."""
+        """This worker's part of a tensor, read from the model, in sync dtype, row-major."""
         piece = self._scalerl_pieces[name]
         part = self._scalerl_parameters[piece.parameter][piece.target].to("cpu", self._scalerl_sync_dtype).contiguous()
         return part.view(torch.uint8).numpy().tobytes()
 
     def scalerl_scored(self, name: str) -> tuple[bytes, ...]:
-        """What the request `name` asked of its prompt, which is forgotten."""
+        """The scores of the request `name`; they are dropped here."""
         return self._scalerl_scores.take(name)
 
     def _scalerl_weights(self, path: str) -> mmap.mmap:
-        """Mapped once: a mapping of many GB takes its time."""
+        """Maps the shared weights, once: mapping many GB is slow."""
         identity = shared_memory.identity(path)
         if self._scalerl_memory is None or self._scalerl_memory[0] != identity:
             self._scalerl_memory = (identity, shared_memory.attach(path))

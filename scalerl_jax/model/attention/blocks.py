@@ -286,6 +286,7 @@ windowed.defvjp(_windowed_forward, _windowed_backward)
 # costs what its segments cost, and no array has the size of the row squared. The queries may be a part of the row:
 # query i is at key offset + i.
 
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
 def looped(q, k, v, query_segments, key_segments, offset, block, span, precision):
     """q [R, L, K, G, h], k and v [R, S, K, h], segments [R, L] and [R, S], offset int32 [] -> like q."""

@@ -1,16 +1,16 @@
-"""What one server is asked for: a call for each RolloutRequest, how it goes and how it ends.
+"""The calls of one server: one for each RolloutRequest, with its progress and its end.
 
-Each completion is yielded as it comes; what did not come returns to its buffer when the call ends, however it ends.
+Each completion is yielded when it arrives; the others return to their buffer when the call ends, however it ends.
 
-    progress    a call may take as long as it likes while its server gets on: completions come, tokens are sampled
-                (client.py looks at that). What bounds one completion is
+    progress    a call has no time limit while its server makes progress: completions arrive, tokens are sampled
+                (client.py checks that). One completion is bounded by
 
-                    stall_seconds + its budgets and the phrase / slowest_tokens_per_second
+                    stall_seconds + (its budgets and the phrase) / slowest_tokens_per_second
 
-                from when it has a slot, restarted by each other completion of its call: one that is later was lost. A
-                server has begun with the oldest completions that it was asked for, as many as it has slots
+                from when it has a slot, restarted by each other completion of its call; a later one counts as lost. A
+                server is assumed to work on its oldest requested completions, as many as it has slots
     allowance   a server holds as much as it has earned (offences.py), whatever capacity it reports
-    its end     when all completions are there, whatever else the server would send
+    end         when all completions have arrived, whatever else the server would send
 
 Lives on the fleet's event loop.
 """
@@ -34,7 +34,7 @@ from scalerl_jax.rollouts.servers.server_state import ServerState
 
 _log = logging.getLogger(__name__)
 
-# How gRPC begins what it says of an answer that it would not take in; the server said something else.
+# How gRPC's own message begins when it rejects an answer; the server sent something else.
 NOT_TAKEN_IN = ("received metadata size exceeds", "CLIENT: ")
 
 
@@ -49,19 +49,19 @@ def free_capacity(
     allowance: int | None,
     group_size: int,
 ) -> tuple[int, bool]:
-    """Completions more to ask of a server, and whether a group may be asked for in parts.
+    """Number of further completions to request from a server, and whether a group may be requested in parts.
 
-    All its slots, and beyond them enough waiting work that no slot stands empty for want of a request: one group, and
-    as much more as it finishes in the time that a completion typically takes, at most a quarter of its slots. So a slow
-    server does not sit on work that others could begin sooner. And no more than it has earned.
+    It may hold one completion for each slot, and enough queued ones that no slot is idle: one group, and as many more
+    as it finishes in the time that a completion typically takes, at most a quarter of its slots. So a slow server does
+    not queue work that others could begin sooner. It never gets more than it has earned.
 
-    queue: completions that may wait there. in_flight: asked of it and not delivered. finishes: when the last ones were,
-    rising. typical_seconds: of a completion; 0: not known. allowance: completions that it may hold at once, see
-    offences.py; None: as many as it reports.
+    queue: completions that may wait there. in_flight: requested and not delivered. finishes: when the last ones
+    finished, rising. typical_seconds: of a completion; 0 if not known. allowance: completions that it may hold at once,
+    see offences.py; None: as many as it reports.
     """
     more = slots // 4
     if typical_seconds > 0 and finishes:
-        # Asked for each completion that comes: only as many are looked at as can matter.
+        # Called for each completion that arrives: only as many times are read as can matter.
         lately: Iterable[float] = itertools.islice(reversed(finishes), more)
         more = sum(1 for _ in itertools.takewhile(lambda at: at > now - typical_seconds, lately))
     claimed = slots + min(queue, group_size + more)
@@ -72,8 +72,8 @@ def free_capacity(
 @dataclasses.dataclass(eq=False)
 class _Call:
     patience: float  # seconds for one completion
-    waits_since: float | None = None  # for its next completion; None: none of them has a slot yet
-    task: asyncio.Task | None = None  # that reads it; None: not begun
+    waits_since: float | None = None  # since when for its next completion; None: none of them has a slot yet
+    task: asyncio.Task | None = None  # that reads the call; None: not begun
 
 
 class RepeatsError(ValueError):
@@ -89,12 +89,12 @@ class Calls:
         self._calls: dict[RolloutRequest, _Call] = {}  # the oldest first
         self._closed = False
         self._repeats = False  # it has sent a completion twice
-        self.scores = 0  # sequences that it is asked to score now
+        self.scores = 0  # sequences that it is scoring now
         self.finishes: collections.deque[float] = collections.deque(maxlen=4096)  # times of the last completions
 
     @property
     def in_flight(self) -> int:
-        """Completions asked of the server and not yet delivered."""
+        """Completions requested from the server and not yet delivered."""
         return sum(len(rollout.left) for rollout in self._calls)
 
     @property
@@ -106,11 +106,11 @@ class Calls:
         return any(rollout.buffer is buffer for rollout in self._calls)
 
     def only(self, buffer: GroupBuffer) -> bool:
-        """Whether all that is asked is of this buffer."""
+        """Whether all requests in flight are from this buffer."""
         return all(rollout.buffer is buffer for rollout in self._calls)
 
     def capacity(self, *, group_size: int, typical_seconds: float, now: float) -> tuple[int, bool]:
-        """Completions more to ask of it, and whether a group may be asked for in parts; see `free_capacity`."""
+        """Number of further completions to request, and whether a group may be requested in parts: `free_capacity`."""
         if self._closed:
             return 0, False
         server = self._server
@@ -126,9 +126,9 @@ class Calls:
         )
 
     def generate(self, rollout: RolloutRequest) -> AsyncGenerator[codec.Completion]:
-        """Asks for its completions: each as it comes, until all are there, or the server does not go on with them.
+        """Requests the completions; yields each as it arrives, until all have arrived or the server stops delivering.
 
-        They count as in flight from now on. What the server does wrong counts against it.
+        They count as in flight from now on. What the server does wrong is recorded as an offence.
         """
         config = self._context.config
         patience = self._context.requests.turn_tokens / config.slowest_tokens_per_second + config.stall_seconds
@@ -136,7 +136,7 @@ class Calls:
         return self._completions(rollout)
 
     async def score(self, request: codec.ScoreRequest, *, seconds: float) -> codec.Scores | None:
-        """By the policy that it holds. None: they do not come; one that breaks the contract by them is turned away."""
+        """Scores by the policy that it holds; None if they do not arrive. Rejects a server that breaks the contract."""
         self.scores += 1
         try:
             reply = await self._stub.Score(codec.score_request_to_proto(request), timeout=seconds)
@@ -176,13 +176,13 @@ class Calls:
                 self._server.offend("does not finish completions that it was asked for", detail)
 
     def end(self) -> None:
-        """Every call ends now; what is left of each is handed back."""
+        """Ends every call; its missing completions return to their buffer."""
         for rollout in list(self._calls):
             self._give_up(rollout)
         self.finishes.clear()
 
     def close(self) -> None:
-        """As `end`, and nothing more is asked: the connection is about to be closed."""
+        """As `end`, and nothing more is requested: the connection is about to be closed."""
         self._closed = True
         self.end()
 
@@ -190,7 +190,7 @@ class Calls:
         task = self._calls[rollout].task
         if task is not None and task is not asyncio.current_task():
             task.cancel()
-        self._finish(rollout)  # now and not when the task ends: the fleet looks for another server at once
+        self._finish(rollout)  # now and not when the task ends, so that the fleet asks another server at once
 
     def _finish(self, rollout: RolloutRequest) -> None:
         if self._calls.pop(rollout, None) is not None:
@@ -199,11 +199,11 @@ class Calls:
             self._finished()
 
     async def read(self, request: codec.GroupRequest, *, seconds: float | None) -> AsyncGenerator[codec.Completion]:
-        """The completions of one call as they come, each once; those that the server hands back unfinished are aborted.
-        It ends when all are there, whatever else the server would send.
+        """Yields the completions of one call as they arrive, each once; unfinished ones have finish_reason "aborted".
+        Ends when all have arrived, whatever else the server would send.
 
         seconds: the call's deadline; None: it has none. Raises grpc.aio.AioRpcError as the call does, and ValueError
-        where an answer breaks the contract.
+        if an answer breaks the contract.
         """
         call = self._stub.Generate(codec.request_to_proto(request), timeout=seconds)
         seen, repeated = set[int](), 0
@@ -266,7 +266,7 @@ class Calls:
         self._repeats = True
 
     def _failed(self, rollout: RolloutRequest, error: grpc.aio.AioRpcError) -> bool:
-        """Acts on the error that ended a call. False: not the server's failure, it may be asked for the same again."""
+        """Acts on the error that ended a call. False: not the server's failure, the same may be requested again."""
         server, code = self._server, error.code()
         if code is grpc.StatusCode.INVALID_ARGUMENT:
             server.reject(f"server {server.address} cannot serve this run: {describe(error)}")
@@ -279,10 +279,10 @@ class Calls:
             return False
         server.hurry()
         if code is grpc.StatusCode.FAILED_PRECONDITION:
-            # It holds another version than we thought; the status will tell.
+            # It holds another version than we thought; the next status shows which.
             server.refuse("does not sample with the version that it says it holds", describe(error))
             return False
-        # Where it is gone, the status will tell.
+        # If it is gone, the next status shows that.
         tell = code is not grpc.StatusCode.UNAVAILABLE
         server.refuse("fails at what it is asked for", f"{rollout.group.group_id}: {describe(error)}", tell=tell)
         return True
@@ -293,5 +293,5 @@ def _name(completion: codec.Completion) -> str:
 
 
 def describe(error: grpc.aio.AioRpcError) -> str:
-    """The code and the words that a call ended with."""
+    """The code and the message that a call ended with."""
     return peer_text.printable(f"{error.code().name}: {error.details()}")

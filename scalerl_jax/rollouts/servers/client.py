@@ -1,10 +1,10 @@
-"""One server, seen from the trainer: its heartbeat, and what is made of it.
+"""One server, seen from the trainer: its heartbeat, and the reactions to each status.
 
     state    what is known of it, and every change of that                server_state.py
-    calls    what it is asked for                                         calls.py
+    calls    the requests sent to it                                      calls.py
     upkeep   the versions sent to it, and what it samples for the probe    upkeep.py
 
-A server that is given up ends up in `connecting` with all its calls cancelled, and comes back the way a new one comes.
+A server that is given up ends up in `connecting` with all its calls cancelled, and returns the way a new one arrives.
 Everything here runs on the fleet's event loop.
 """
 
@@ -26,10 +26,10 @@ from scalerl_jax.rollouts.servers.upkeep import Upkeep
 from scalerl_jax.rollouts.servers.validate_status import StatusCheck
 
 SPEED_SECONDS = 30.0
-SURE_AFTER = 8  # calls in a row: then it was no restart that looked like a failure to authenticate
+SURE_AFTER = 8  # failed calls in a row: then it is an authentication failure, not a restart that looks like one
 GONE = "is lost repeatedly"
 AUTH_FAILURE = "one end does not trust the other"
-PATIENCE_SECONDS = 5.0  # a finished batch waits so long in all for a candidate that is about to be ready
+PATIENCE_SECONDS = 5.0  # total time a finished batch waits for a candidate that is about to be ready
 
 SUPERSEDED_BY = "owned by a newer trainer (incarnation {}; ours {}); if that trainer is gone, restart the server"
 
@@ -44,26 +44,26 @@ class ServerClient(ServerState):
         self._stub = Stub(self._channel)
         self.calls = Calls(self, self._stub, context, finished=self._call_finished)
         self._upkeep = Upkeep(self, self._stub, context, self.calls)
-        self.tried = False  # it has answered, or not
-        self.auth_failures = 0  # calls in a row that ended because one end does not trust the other
+        self.tried = False  # whether a status call has ended, with or without an answer
+        self.auth_failures = 0  # calls in a row that ended because one end does not authenticate the other
         self._statuses = StatusCheck()
         self._sampled = (0, -1.0)  # (tokens, when it had sampled that many)
         self._polled_at = time.monotonic()
-        self._count_from_here = False  # what its counters say of the time up to its next status is not booked
-        self._held = False  # completions of ours, at its last status
-        self._evaluates = False  # what its time since the last status is booked as
+        self._count_from_here = False  # its usage up to the next status is not booked
+        self._held = False  # whether it held completions of ours at its last status
+        self._evaluates = False  # whether its time since the last status is booked as evaluation
 
     # ---- what the fleet reads
 
     def completions_per_second(self, now: float) -> float:
-        """Its measured speed: over the last SPEED_SECONDS, or since it was given up last."""
+        """Its measured speed over the last SPEED_SECONDS, or since it became active; 0 while it is not active."""
         since = max(now - SPEED_SECONDS, self.state_since if self.state == server_state.ACTIVE else now)
         return sum(at > since for at in self.calls.finishes) / max(1.0, now - since)
 
     # ---- what the fleet decides
 
     def leave(self) -> None:
-        """It is no longer listed."""
+        """Makes it leave: it is no longer listed."""
         if self.unlisted:
             return
         self.unlisted = True
@@ -72,7 +72,7 @@ class ServerClient(ServerState):
         self.enter(server_state.LEAVING, "it is no longer listed")
 
     def probe_again(self) -> None:
-        """It has groups, and samples a little for the probe beside them."""
+        """If it has groups, it also samples a little for the probe."""
         if self.state == server_state.ACTIVE and self.step is not None:
             self._upkeep.probe(self.step)
 
@@ -87,7 +87,7 @@ class ServerClient(ServerState):
     # ---- heartbeat
 
     async def run(self) -> None:
-        """Until cancelled: asks for the status about once a heartbeat and acts on what it says."""
+        """Until cancelled: requests the status about once a heartbeat and acts on it."""
         try:
             while True:
                 self.hurried.clear()
@@ -119,9 +119,9 @@ class ServerClient(ServerState):
         return self.state in (*server_state.ANSWERING, server_state.LEAVING)
 
     def _excuse(self) -> None:
-        """Nothing is judged for time in which the trainer did not look: it was stopped, or stood still."""
+        """Extends deadlines by the time in which the trainer did not poll, because it was stopped or stalled."""
         now = time.monotonic()
-        longest = self._config.status_seconds + self._config.heartbeat_seconds  # from one look to the next
+        longest = self._config.status_seconds + self._config.heartbeat_seconds  # from one poll to the next
         missed, self._polled_at = now - self._polled_at - longest, now
         if missed > 0 and self.heard_at >= 0:
             self.heard_at = min(now, self.heard_at + missed)
@@ -140,18 +140,18 @@ class ServerClient(ServerState):
             self._gone("it was restarted")
         self.record = self._context.records.of(self.address, status.server_id, now=now)
         self.heard_at, self.auth_failures = now, 0
-        if self.record.banished:  # a process that was sent away may come back between others; its time is not booked
+        if self.record.banished:  # a rejected process may reappear between others; its time is not booked
             if self.state != server_state.REJECTED:
                 self.lose("")
                 self.enter(server_state.REJECTED, "it was sent away before")
             return
-        waits = now < self.record.until  # where it is not met yet
+        waits = now < self.record.until  # if it is not met yet
         self._observe(status, another_process, found.from_here, waits)
         if not self._incarnation.outranks(version.incarnation):
             if self.state != server_state.SUPERSEDED and not (self.state == server_state.CONNECTING and waits):
                 self._supersede(version.incarnation)
             return
-        # A status asked for before a push ended may be older than what that push said.
+        # A status requested before a push ended may be older than that push's report.
         step = version.step if version.incarnation == self._incarnation.value else None
         applied = self._upkeep.applied_by(began)
         if began > self._upkeep.applied_at:
@@ -178,9 +178,9 @@ class ServerClient(ServerState):
             self._upkeep.begin()
 
     def _observe(self, status: pb.StatusReply, another_process: bool, from_here: bool, waits: bool) -> None:
-        """Lets its time and tokens be booked."""
+        """Reports its time and tokens, to be booked."""
         self._count_from_here = self._count_from_here or from_here
-        if self.state == server_state.CONNECTING and waits:  # not met yet: its time is its own
+        if self.state == server_state.CONNECTING and waits:  # not met yet: its time is not booked
             self._count_from_here = True
         else:
             self._events.observe(status, self._evaluates and not another_process, self._count_from_here)
@@ -200,7 +200,7 @@ class ServerClient(ServerState):
             self.enter(server_state.SUPERSEDED, SUPERSEDED_BY.format(incarnation, self._incarnation.value))
 
     def _stands_still(self, status: pb.StatusReply, now: float) -> bool:
-        """Whether it has sampled nothing for too long, of what it is asked for."""
+        """Whether it has sampled nothing for too long although it has requests."""
         tokens = status.sampled_tokens + status.prefill_tokens
         if tokens != self._sampled[0] or not self.calls.in_flight:
             self._sampled = (tokens, now)
@@ -213,13 +213,13 @@ class ServerClient(ServerState):
         return True
 
     def _lied(self, status: pb.StatusReply, lie: str) -> None:
-        """Drops an implausible status without recording anything of it."""
+        """Drops an implausible status without recording it."""
         if self.state == server_state.REJECTED:
             return
         if status.server_id == self.status.server_id:
             self.offend("sends an implausible status", lie)
             return
-        # The first of a process: nothing is known of it but this.
+        # The first status of a process: nothing else is known of it.
         self.lose("")
         self.record = self._context.records.of(self.address, status.server_id, now=time.monotonic())
         self.status = pb.StatusReply(server_id=status.server_id[: validate_status.MAXIMUM_NAME])
@@ -228,12 +228,12 @@ class ServerClient(ServerState):
     def _unheard(self, error: grpc.aio.AioRpcError) -> None:
         why = security.refusal(error, self._context.servers.credentials)
         self.auth_failures = self.auth_failures + 1 if why else 0
-        certain = error.code() is grpc.StatusCode.UNAUTHENTICATED  # in so many words, not guessed
+        certain = error.code() is grpc.StatusCode.UNAUTHENTICATED  # stated by the server, not guessed
         if why and self.state == server_state.CONNECTING:
-            # A process that ends closes the connections half made to it, too.
+            # A process that exits closes half-open connections, too.
             sure = certain or self.heard_at < 0 or self.auth_failures >= SURE_AFTER
             if sure and (reason := peer_text.printable(why, longest=960)) != self.reason:
-                self.reason = reason  # may hold words of its own, other ones each time
+                self.reason = reason  # may contain the server's own text, different each time
                 if self._log_limit.happened(AUTH_FAILURE, now=time.monotonic()):
                     self.enter(server_state.CONNECTING, why)
             return
@@ -249,7 +249,7 @@ class ServerClient(ServerState):
             self._gone(f"no answer for {silent:.0f} s")
 
     def _gone(self, reason: str) -> None:
-        """It was met, and does not answer any more. Of a process that does nothing else this is a refusal to work."""
+        """Gives up a server that no longer answers. If it had been met this counts as a refusal, see offences.py."""
         met = self.state in (*server_state.ANSWERING, server_state.SUPERSEDED)
         self.lose(reason)
         if met:

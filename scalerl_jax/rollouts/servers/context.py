@@ -1,4 +1,4 @@
-"""What all server clients of one fleet share, what they tell the fleet, and what servers are held against."""
+"""What all server clients of one fleet share: their callbacks to the fleet, and what servers are checked against."""
 
 import dataclasses
 import functools
@@ -18,29 +18,29 @@ from scalerl_jax.rollouts.weights.publisher import Publisher
 
 @dataclasses.dataclass(frozen=True)
 class Servers:
-    """Where servers are, what they are shown, and what they are held against when they are met."""
+    """Where servers are, what credentials they are shown, and what they are checked against when they are met."""
 
     addresses: Sequence[str]  # host:port of each at the start
-    probe_prompts: Sequence[Row]  # what candidates sample for the probe
-    # Those listed now, called every fleet.discovery_seconds on a thread of its own; None: they never change.
+    probe_prompts: Sequence[Row]  # that candidates sample for the probe
+    # Returns those listed now; called every fleet.discovery_seconds on a separate thread. None: they never change.
     resolve: Callable[[], Sequence[str]] | None = None
     credentials: security.Credentials = security.PLAIN
     vocabulary: int = 0  # of the policy; token ids are below it. 0: not known
     routed: Routed | None = None  # of the policy; None: it has no experts
-    # Raises ProbeError on the status of a server that is not one for this run.
+    # Raises ProbeError on the status of a server that cannot serve this run.
     check: Callable[[str, pb.StatusReply], None] = lambda server, status: None
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerEvents:
-    """What the parts of one client ask of the fleet and tell it."""
+    """Callbacks from the parts of one client to the fleet."""
 
-    changed: Callable[[], None]  # look whether there is something to do
+    changed: Callable[[], None]  # there may be something to do
     rejected: Callable[[str], None]  # the reason
     event: Callable[[str, dict[str, Any]], None]
-    # A status; whether the time since the one before was evaluation's; whether what lies before it is not known.
+    # A status; whether the time since the previous one was an evaluation's; whether usage before it is not known.
     observe: Callable[[pb.StatusReply, bool, bool], None]
-    fail: Callable[[BaseException], None]  # a fault of ours
+    fail: Callable[[BaseException], None]  # an error of our own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,19 +55,19 @@ class ClientContext:
     records: Records = dataclasses.field(default_factory=Records)
 
     def probe_requests(self, address: str, step: int, *, pinned: bool) -> list[tuple[Row, codec.GroupRequest]]:
-        """What the server there is asked for to be compared, with version `step`, or a later one if not pinned."""
+        """The probe's requests to the server at `address`, for version `step`, or a later one if not pinned."""
         incarnation = self.incarnation.value
         probe = functools.partial(self.requests.probe, address, incarnation=incarnation, version=step, pinned=pinned)
         spread = spread_probes(self.servers.probe_prompts, self.probe_completions)
         return [(row, probe(row, samples=samples)) for row, samples in spread]
 
     def received(self, message: pb.Completion | None, request: codec.GroupRequest) -> codec.Completion:
-        """What came on a request. Raises ValueError on a completion that breaks the contract."""
+        """Decodes and validates a completion. Raises ValueError if it breaks the contract."""
         if message is None:
             raise ValueError("a completion that cannot be decoded")
         completion = codec.completion_from_proto(message)
         newest = self.publisher.latest
-        assert newest is not None  # nothing is asked of a server before it holds a version
+        assert newest is not None  # a server gets no requests before it holds a version
         of_policy = self.servers
         validate(completion, request, newest=newest, vocabulary=of_policy.vocabulary, routed=of_policy.routed)
         return completion

@@ -1,6 +1,6 @@
 """The trainer's credentials and the authority it trusts: the files that config.fleet names, read at the start.
 
-The config holds paths alone. What is in the files goes to the clients of the servers and nowhere else.
+The config holds only paths. The files' contents go to the clients of the servers and nowhere else.
 """
 
 import ipaddress
@@ -17,7 +17,7 @@ _HERE = "config.fleet."
 def read(config: FleetConfig, *, name: str = "") -> security.Credentials:
     """Raises ValueError, one line that names the field and the file.
 
-    name: what the servers' certificates carry, where config.fleet.tls_name does not say.
+    name: the name in the servers' certificates, if config.fleet.tls_name is empty.
     """
     where = (f"{_HERE}tls_certificate", f"{_HERE}tls_key")
     pair = security.read_pair(config.tls_certificate, config.tls_key, where=where)
@@ -35,13 +35,13 @@ def read(config: FleetConfig, *, name: str = "") -> security.Credentials:
 
 
 class Plaintext:
-    """Says once that a token goes over a network where everybody on the way can read it."""
+    """Warns once that a token is sent over a network in plaintext."""
 
     def __init__(self, shown: security.Credentials):
         self._worth_saying = bool(shown.token) and not shown.authority
 
     def dial(self, address: str) -> None:
-        """host:port, before it is dialled."""
+        """Called with host:port before it is dialled."""
         host = address.rpartition(":")[0].strip("[]")
         if self._worth_saying and not _is_this_machine(host):
             self._worth_saying = False
@@ -53,7 +53,7 @@ class Plaintext:
 
 
 def _is_this_machine(host: str) -> bool:
-    """By what it is called; a name is not looked up for this."""
+    """Judged by its name alone; no DNS lookup."""
     try:
         ip = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

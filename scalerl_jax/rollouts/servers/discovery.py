@@ -1,8 +1,8 @@
-"""What --servers means: the addresses of the fleet, now and later.
+"""Resolves --servers to the addresses of the fleet, now and later.
 
 host:port,host:port   as written, for the whole run
-file:PATH             one host:port a line; empty lines and what follows a # are skipped; looked at again and again
-dns:///name:port      every address that the name has: a headless service, a round-robin record; asked again and again
+file:PATH             one host:port a line; empty lines and what follows a # are skipped; read periodically
+dns:///name:port      every address that the name has: a headless service, a round-robin record; resolved periodically
 """
 
 import collections
@@ -16,12 +16,12 @@ class Discovery:
     def __init__(self, text: str, *, field: str = "--servers"):
         prefix = next(prefix for prefix in _RESOLVERS if text.startswith(prefix))
         self._where, self._resolve, self._target = f"{field}={text}", _RESOLVERS[prefix], text.removeprefix(prefix)
-        self.changes = prefix != ""  # whether another look may find others
+        self.changes = prefix != ""  # whether resolving again may find others
         self._listed = () if self.changes else self._checked()
 
     @property
     def name(self) -> str:
-        """What the certificates of servers found by a name carry; empty where each is dialled by what it is called."""
+        """The name in the certificates of servers found by DNS; empty if each is dialled by its own name."""
         return _split(self._where, self._target)[0].strip("[]") if self._resolve is _by_name else ""
 
     def resolve(self) -> tuple[str, ...]:

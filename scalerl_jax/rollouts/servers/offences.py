@@ -1,20 +1,20 @@
-"""What a server process has done wrong, and how much it may be given for it. Pure: no IO, no clock.
+"""Offences of a server process, and how much work it may hold after them. Pure: no IO, no clock.
 
-    offence n           nothing new is asked of it for FIRST_SECONDS * 2^(n - 1), at most LONGEST_SECONDS
-    offence BANISHED_AT it is sent away for the life of its process
+    offence n           it gets no new requests for FIRST_SECONDS * 2^(n - 1), at most LONGEST_SECONDS
+    offence BANISHED_AT it is rejected for the life of its process
     good work           every GOOD completions delivered outweigh one offence
-    refusal             it did not take a call or a version: a short wait, doubled while nothing is delivered in
+    refusal             it did not accept a call or a version: a short wait, doubled while nothing is delivered in
                         between; REFUSALS of one kind in a row are an offence
     allowance           completions it may hold at once: a group, GROWTH more for each that it delivered, and as many
-                        again whenever it has sampled PROOF_TOKENS for each that it holds: long completions take half
-                        an hour to be delivered, and its slots are not to stand idle until then. After an offence it
-                        begins again
+                        more as it holds whenever it has sampled PROOF_TOKENS for each of those: long completions take
+                        half an hour to be delivered, and its slots should not be idle until then. An offence resets
+                        the allowance
 
-What happens while it is not asked anyhow (its other calls end in the same way, it goes on as before) is counted for the
-log and changes nothing else, so that sixteen calls that fail together are one offence.
+Offences during such a wait (its other calls end in the same way, it continues as before) are counted for the log and
+change nothing else, so that sixteen calls that fail together are one offence.
 
-A server that comes with another server_id is another process and is met as a new one. But an address whose processes
-keep going without having delivered much waits longer and longer for the next one to be met.
+A server with another server_id is another process and is met as a new one. But at an address whose processes keep
+ending without having delivered much, each next process waits longer before it is met.
 """
 
 import collections
@@ -29,40 +29,40 @@ REFUSAL_SECONDS = (0.1, 2.0)  # first and longest wait after a refusal
 REFUSALS = 8
 GROWTH = 2
 PROOF_TOKENS = 32
-FREE_MEETINGS = 3  # that came to nothing, before the next one has to wait
+FREE_MEETINGS = 3  # without result, before the next one has to wait
 KEPT_PROCESSES = 16  # records at one address
-WORTH = 64  # completions that a process has to deliver for its meeting to have been worth it
+WORTH = 64  # completions that a process must deliver for its meeting to count as useful
 
 
 @dataclasses.dataclass(frozen=True)
 class Consequence:
-    """Of an offence."""
+    """Of an offence or a refusal."""
 
-    until: float  # it is asked for nothing new before
-    banished: bool  # by this one: it is sent away
-    tell: int  # how often it has happened since it was logged last, this time included; 0: no line now
+    until: float  # it gets no new requests before
+    banished: bool  # by this offence: it is rejected
+    tell: int  # how often it has happened since it was last logged, this time included; 0: do not log now
 
 
 class Record:
-    """Of one server process. `now` and `until` are seconds of any clock that does not go back."""
+    """Record of one server process. `now` and `until` are seconds of any monotonic clock."""
 
     def __init__(self, *, until: float = 0.0, meetings: int = 0):
-        """meetings: with processes before it at its address, that came to nothing."""
-        self.until = until  # nothing new is asked of it before
+        """meetings: with earlier processes at its address, in a row, that had no result."""
+        self.until = until  # it gets no new requests before
         self.banished = False
         self.counts: collections.Counter[str] = collections.Counter()  # of all offences, by kind
-        self.delivered = 0  # completions, in all
+        self.delivered = 0  # completions, in total
         self._strikes = 0
         self._good = 0  # completions since the last offence, or since one was outweighed
         self._trust = 0  # completions since the last offence
-        self._shown = 0  # completions that it may hold for the tokens it has sampled since then
-        self._tokens = 0  # sampled since `_shown` has grown
+        self._shown = 0  # further completions that it may hold, for the tokens it has sampled since then
+        self._tokens = 0  # sampled since `_shown` last grew
         self._refusals: collections.Counter[str] = collections.Counter()  # in a row, by kind
         self._meetings = meetings  # since it delivered something
         self._log_limit = LogLimit()
 
     def deliver(self) -> None:
-        """It has sent a completion that is what was asked for."""
+        """Records a valid completion."""
         self.delivered, self._trust, self._good = self.delivered + 1, self._trust + 1, self._good + 1
         self._meetings = 0
         self._refusals.clear()
@@ -70,7 +70,7 @@ class Record:
             self._strikes, self._good = self._strikes - 1, 0
 
     def sample(self, tokens: int, *, held: int) -> None:
-        """By its status, which may be believed, it has sampled `tokens` more, and it holds `held` completions."""
+        """Records a plausible status: it has sampled `tokens` more, and it holds `held` completions."""
         if not held:
             return
         self._tokens += tokens
@@ -78,17 +78,17 @@ class Record:
             self._shown, self._tokens = self._shown + held, 0
 
     def allowance(self, group_size: int) -> int:
-        """Completions that it may hold at once, whatever it claims to have slots for."""
+        """Completions that it may hold at once, however many slots it claims."""
         first = max(1, group_size >> max(0, self._strikes - 1))
         return first + GROWTH * self._trust + self._shown
 
     def meet(self) -> bool:
-        """It is met, for the first time or again. Whether it is worth waiting for: not all meetings came to nothing."""
+        """Records a meeting. Returns whether it is worth waiting for: at most FREE_MEETINGS since it last delivered."""
         self._meetings += 1
         return self._meetings <= FREE_MEETINGS
 
     def refuse(self, kind: str, *, now: float) -> Consequence:
-        """It has not taken what it was asked for; `kind` counts as an offence where that goes on and on."""
+        """Records that it did not accept a request; REFUSALS of one `kind` in a row count as an offence."""
         if now < self.until:
             return Consequence(self.until, False, 0)
         self._refusals[kind] += 1
@@ -100,15 +100,15 @@ class Record:
         return Consequence(self.until, False, 0)
 
     def forgive(self, kind: str) -> None:
-        """It has taken what it refused before."""
+        """Clears the refusals of a kind that it now accepts."""
         self._refusals.pop(kind, None)
 
     def banish(self) -> None:
-        """It is sent away for good."""
+        """Rejects it for good."""
         self.banished = True
 
     def offend(self, kind: str, *, now: float, times: int = 1) -> Consequence:
-        """It has done wrong `times` times. `kind` is a word of ours."""
+        """Records `times` offences. `kind` is our own text, not the server's."""
         self.counts[kind] += times
         tell = self._log_limit.happened(kind, now=now) * times
         self._trust = self._good = self._shown = self._tokens = 0
@@ -122,16 +122,16 @@ class Record:
 
 
 class Records:
-    """Of all servers met in the life of this process, by address and server_id."""
+    """Records of all servers met in the life of this process, by address and server_id."""
 
     def __init__(self) -> None:
         self._processes: dict[str, dict[str, Record]] = {}
-        self._idle: collections.Counter[str] = collections.Counter()  # processes in a row not worth their meeting
+        self._idle: collections.Counter[str] = collections.Counter()  # processes in a row that delivered too little
 
     def of(self, address: str, server_id: str, *, now: float) -> Record:
         """The record of the process that answers there now."""
         processes = self._processes.setdefault(address, {})
-        name = server_id[:64]  # its own word, of any length
+        name = server_id[:64]  # chosen by the server, of any length
         if name not in processes:
             if processes:
                 before = next(reversed(processes.values()))
@@ -145,5 +145,5 @@ class Records:
 
 
 def backoff(offences: int) -> float:
-    """Seconds to wait after so many."""
+    """Seconds to wait after that many offences."""
     return min(LONGEST_SECONDS, FIRST_SECONDS * 2.0 ** min(offences - 1, 20))

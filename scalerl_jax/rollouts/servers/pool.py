@@ -1,10 +1,10 @@
-"""Who belongs to the fleet now: a client for each address listed, made when it appears and ended when it is gone.
+"""The fleet's current servers: a client for each address listed, made when it appears and ended when it is gone.
 
-The list is looked at again every fleet.discovery_seconds where it may change (a watched file, a DNS name). A server
-that is no longer listed is asked for nothing more, delivers what it was asked for, and is released. A list that cannot
-be read (a file being replaced, a name server away) leaves the fleet as it is; that is said once.
+The list is read again every fleet.discovery_seconds if it may change (a watched file, a DNS name). A server that is no
+longer listed gets no more requests, delivers what it was asked for, and is released. A list that cannot be read (a file
+being replaced, a name server unreachable) leaves the fleet as it is; that is logged once.
 
-And which of them is asked for what next: `dispatch`.
+`dispatch` decides which of them is asked for what next.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ class ServerPool:
     """Lives on the fleet's event loop.
 
     Args:
-        make: a client of an address, not yet running.
+        make: creates the client of an address, not yet running.
         resolve: the addresses listed now; may block, and raise ValueError. Without it the list never changes.
-        fail: told of a fault of ours in one of them.
-        changed: a server came or went.
+        fail: called with an exception of our own code in one of the clients.
+        changed: called when a server was listed or is no longer listed.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class ServerPool:
         self._make, self._resolve, self._fail, self._changed = make, resolve, fail, changed
         self._tasks: dict[ServerClient, asyncio.Task[None]] = {}
         self._all_lost = True
-        self._complaint = ""  # of the last look at the list
+        self._complaint = ""  # of the last attempt to read the list
         self._log_limit = LogLimit()
-        self._warned: dict[ServerClient, str] = {}  # who is left out for want of trust, and why
+        self._warned: dict[ServerClient, str] = {}  # servers left out because authentication fails, and why
 
     @property
     def fixed(self) -> bool:
@@ -59,11 +59,11 @@ class ServerPool:
 
     @property
     def all_tried(self) -> bool:
-        """Whether each has answered once, or not."""
+        """Whether a status call to each has ended, with or without an answer."""
         return all(c.tried for c in self.clients)
 
     def why_nobody(self, seconds: float, late: bool) -> str:
-        """Why no server can be used, in one line; empty: one may still come. late: `seconds` were waited for one."""
+        """Why no server can be used, in one line; empty if one may still answer. late: `seconds` have passed."""
         superseded = [c for c in self.clients if c.state == server_state.SUPERSEDED]
         times = 1 if late else SURE_AFTER
         unauthenticated = [c for c in self.clients if c.auth_failures >= times]
@@ -81,12 +81,12 @@ class ServerPool:
         return next((c for c in self.clients if c.address == address), None)
 
     def update(self, addresses: Sequence[str]) -> None:
-        """Makes this the list."""
+        """Replaces the list of addresses."""
         for client in self.clients:
             if client.address not in addresses:
                 client.leave()
         for address in addresses:
-            # One that leaves and is listed again gets a new client, once it is gone.
+            # A server that leaves and is listed again gets a new client once it is gone.
             if self.named(address) is None:
                 client = self._make(address)
                 self.clients.append(client)
@@ -94,7 +94,7 @@ class ServerPool:
         self._changed()
 
     async def discover(self, seconds: float) -> None:
-        """Until cancelled."""
+        """Until cancelled: reads the list again every `seconds`."""
         while self._resolve is not None:
             await asyncio.sleep(seconds)
             try:
@@ -108,17 +108,17 @@ class ServerPool:
             self.update(addresses)
 
     def release_departed(self) -> None:
-        """Releases who has left, and says when all servers are lost or one is back."""
+        """Releases servers that have left, and logs when all servers are lost or one is back."""
         for client in [c for c in self.clients if c.unlisted and not c.calls.in_flight]:
             _log.warning("server %s has left: it is no longer listed", client.address)
             self.clients.remove(client)
             self._warned.pop(client, None)
             self._tasks.pop(client).cancel()
         for client in [c for c in self.clients if c.auth_failures >= SURE_AFTER]:
-            # Where none is trusted the run does not begin, and says so itself.
+            # If no server authenticates, the run does not begin, and reports that itself.
             if not self._all_lost and self._warned.get(client) != client.reason:
                 if not self._log_limit.happened(client.address, now=time.monotonic()):
-                    continue  # its reason may hold words of its own, other ones each time
+                    continue  # its reason may contain the server's own text, different each time
                 self._warned[client] = client.reason
                 _log.warning("server %s is left out: %s", client.address, client.reason)
         lost = not self.in_state(*server_state.ANSWERING)
@@ -132,7 +132,7 @@ class ServerPool:
 
 
 def _state(client: ServerClient) -> str:
-    """Where the reason alone does not tell."""
+    """The state, if the reason alone does not show it."""
     return f"{client.state}, " if client.state == server_state.SUPERSEDED else ""
 
 
@@ -143,11 +143,11 @@ def dispatch(
     typical_seconds: float,
     now: float,
 ) -> Iterator[tuple[ServerClient, RolloutRequest]]:
-    """What to ask of the servers that have room, as much as they and the buffers allow; each is to be asked at once.
+    """Requests for the servers with capacity, as many as they and the buffers allow; each must be sent at once.
 
-    buffer_of: what a server works on; None: it is to be asked for nothing. typical_seconds: of a completion.
+    buffer_of: the buffer that a server works on; None: it gets no requests. typical_seconds: of a completion.
     """
-    # No group is left to a server that may not be asked now, either: it may be minutes until then.
+    # No group is reserved for a server that may not be asked now: that may last minutes.
     buffers = {c: buffer for c in active if c.free_at <= now and (buffer := buffer_of(c)) is not None}
     # One request at a time to the least loaded server, so that few groups are spread over all servers.
     heap = [(c.calls.load, i) for i, c in enumerate(active) if c in buffers]

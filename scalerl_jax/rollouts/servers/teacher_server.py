@@ -1,15 +1,15 @@
 """One server of a teacher: a model that is never updated, and scores what the policy samples (teachers.py).
 
-Whether it gives the teacher's log-probs:
+How its log-probs are checked:
 
-    met        the first server of a teacher samples some tokens itself: it must score them as it sampled them. What it
-               says of them is the reference: every other server must say the same, within the limits of the dtype
-    each call  ends with the same tokens, and counts only where the server says of them what the reference does
-    answer     as the codec checks it; the log-prob of a token that is among the top ids or the targets is the same
-               there; and it is by the weights that the server was met with
+    met        the first server of a teacher samples some tokens itself: it must score them as it sampled them. These
+               scores are the reference: every other server must give the same, within the limits of the dtype
+    each call  ends with the same tokens, and counts only if the server's scores of them match the reference
+    answer     passes the codec's checks; a token that is among the top ids or the targets has the same log-prob there;
+               and the weights are those that the server was met with
 
-A server that fails is sent away with one line; another process on its address is met as a new one. A lone server that
-samples and scores with the same wrong weights is not found: nothing else knows the teacher.
+A server that fails is rejected with one line; another process on its address is met as a new one. A single server that
+samples and scores with the same wrong weights is not detected: there is nothing else to compare with.
 
 Lives on the fleet's event loop.
 """
@@ -39,14 +39,14 @@ from scalerl_jax.rollouts.servers.validate_status import Expected
 _log = logging.getLogger(__name__)
 
 REFERENCE_TOKENS = 48  # that a teacher's first server samples, and all score at the end of each call
-FAILURES = 8  # in a row, whatever they are: then a server is sent away
-PAUSE_SECONDS = 1.0  # in which a server that has failed is not asked
+FAILURES = 8  # in a row, of any kind: then a server is rejected
+PAUSE_SECONDS = 1.0  # in which a server that has failed gets no requests
 
 OTHER_TOKENIZER = "and its log-probs are of other tokens: a teacher has the tokenizer of the policy"
 
 
 def fault_of(status: pb.StatusReply, expected: Expected, *, top_k: int) -> str:
-    """Why a server with this status is none of a teacher; "": it may be. top_k: ids that it must tell log-probs of."""
+    """Why a server with this status cannot serve a teacher; "" if it may. top_k: ids it must return log-probs of."""
     theirs, ours = vocabulary_of(status.model_config), vocabulary_of(expected.model_config)
     if status.tokenizer_fingerprint != expected.tokenizer_fingerprint:
         return f"its tokenizer is not the policy's, {OTHER_TOKENIZER}"
@@ -65,7 +65,7 @@ def fault_of(status: pb.StatusReply, expected: Expected, *, top_k: int) -> str:
 
 
 def vocabulary_of(model_config: str) -> float:
-    """Of a status; what does not say is left to the answers."""
+    """Of a status; infinite if the status does not give it: then the answers are checked alone."""
     try:
         return float(json.loads(model_config)["vocab_size"])
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -74,20 +74,20 @@ def vocabulary_of(model_config: str) -> float:
 
 @dataclasses.dataclass
 class TeacherContext:
-    """What the servers of one teacher share, and what they tell the teacher."""
+    """What the servers of one teacher share, and their callbacks to the teacher."""
 
     name: str
     config: Config
     expected: Expected  # of the policy
-    top_k: int  # ids that are asked for at a token
-    prompt: np.ndarray  # [tokens] int32, behind which the reference is sampled
+    top_k: int  # ids requested at a token
+    prompt: np.ndarray  # [tokens] int32, of the reference
     limits: Mapping[str, tuple[float, float]]  # by dtype, of |log-prob difference|: mean, 99th percentile
     credentials: security.Credentials
     observe: Callable[[pb.StatusReply, bool], None]  # a status; whether it is to be booked from here on only
-    changed: Callable[[], None]  # see whether something can be asked
+    changed: Callable[[], None]  # there may be something to request
     sent_away: Callable[[], None]
-    fail: Callable[[BaseException], None]  # a fault of ours
-    # What every server must say, and the compute dtype of the one that said it; None: none was met yet.
+    fail: Callable[[BaseException], None]  # an error of our own
+    # The request and scores every server must reproduce, and the compute dtype of the first; None: none was met yet.
     reference: tuple[codec.ScoreRequest, codec.Scores, str] | None = None
 
 
@@ -101,7 +101,7 @@ class TeacherServer:
         self._stub, self._statuses = Stub(self._channel), validate_status.StatusCheck()
         self.status = pb.StatusReply()
         self.admitted = False  # it may be asked
-        self.refused = ""  # the process that was sent away, while nothing else answers
+        self.refused = ""  # the process that was rejected, while no other answers
         self._say("not reached yet")
         self.calls: dict[asyncio.Task[None], int] = {}  # tokens of each
         self.free_at, self._heard_at = 0.0, -math.inf
@@ -116,7 +116,7 @@ class TeacherServer:
 
     @property
     def load(self) -> float:
-        """Tokens that it is asked to score, a device."""
+        """Tokens that it is scoring, per device."""
         return sum(self.calls.values()) / max(1, self.status.devices)
 
     async def _run(self) -> None:
@@ -157,7 +157,7 @@ class TeacherServer:
             await self._meet()
 
     async def _meet(self) -> None:
-        """Finds out whether it is a server of this teacher."""
+        """Checks whether it is a server of this teacher."""
         context, status = self._context, self.status
         try:
             if fault := fault_of(status, context.expected, top_k=context.top_k):
@@ -177,7 +177,7 @@ class TeacherServer:
         context.changed()
 
     async def _sample(self) -> tuple[codec.ScoreRequest, np.ndarray]:
-        """What it samples behind the prompt, to be scored, and its log-probs of that."""
+        """Lets it sample after the prompt; returns the request to score that, and its log-probs."""
         prompt, version = self._context.prompt, codec.version_from_proto(self.status.version)
         tokens = min(REFERENCE_TOKENS, self._context.expected.maximum_tokens - len(prompt))
         request = codec.GroupRequest(
@@ -202,7 +202,7 @@ class TeacherServer:
         return dataclasses.replace(wanted, target_ids=ids[:, None]), completion.logprobs
 
     async def scores(self, requests: Sequence[codec.ScoreRequest]) -> list[codec.Scores]:
-        """Of each; the server has said of the reference's tokens what it should. Raises as `_read`."""
+        """Scores of each request, once the server's scores of the reference match. Raises as `_read`."""
         assert self._context.reference is not None
         request, expected, dtype = self._context.reference
         *answers, again = await self._read([*requests, request])
@@ -212,8 +212,8 @@ class TeacherServer:
         return answers
 
     async def _read(self, requests: Sequence[codec.ScoreRequest]) -> list[codec.Scores]:
-        """Raises TimeoutError where one of the answers does not come in distill.seconds, grpc.aio.AioRpcError as the
-        call does, ValueError where an answer cannot be right."""
+        """Raises TimeoutError if one of the answers does not arrive in distill.seconds, grpc.aio.AioRpcError as the
+        call does, ValueError if an answer cannot be right."""
         vocabulary = int(min(2**31, vocabulary_of(self.status.model_config)))
         version, answers = self.status.version.SerializeToString(), []
         call = self._stub.ScoreMany(map(codec.score_request_to_proto, requests))
@@ -239,7 +239,7 @@ class TeacherServer:
         return answers
 
     def _hold_against(self, ours: np.ndarray, expected: np.ndarray, whose: str, dtype: str) -> None:
-        """Raises ValueError where these log-probs, [numbers], are not those."""
+        """Raises ValueError if the log-probs `ours` are not those `expected`, both [numbers]."""
         apart = np.abs(np.asarray(ours, np.float64) - expected)
         given, parity = self._context.limits["float32" if dtype == "float32" else "bfloat16"], self._config.parity
         mean, p99 = parity.mean_limit or given[0], parity.p99_limit or given[1]
@@ -250,7 +250,7 @@ class TeacherServer:
             )
 
     def failed(self, error: ValueError | TimeoutError | grpc.aio.AioRpcError) -> None:
-        """What it was asked for did not come, or not as it should."""
+        """Handles a request that failed or got an invalid answer."""
         code, why = _code_of(error), describe(error) if isinstance(error, grpc.aio.AioRpcError) else str(error)
         why = why or f"it scored no sequence in {self._config.distill.seconds:g} s (config.distill.seconds)"
         if code is grpc.StatusCode.UNAVAILABLE:
@@ -271,7 +271,7 @@ class TeacherServer:
         asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._context.changed)
 
     def _lose(self, why: str) -> None:
-        """What it was asked for is asked of another one; it is met again when it answers."""
+        """Its requests go to another server; it is met again when it answers."""
         self._say(why)
         if self.admitted:
             _log.warning("%s", self.reason)
@@ -280,7 +280,7 @@ class TeacherServer:
         self._context.changed()
 
     def _say(self, why: str) -> None:
-        """Why it cannot be asked."""
+        """Sets the reason why it cannot be asked."""
         self.reason = f"teacher {self._context.name}, server {self.address}: {peer_text.printable(why, longest=600)}"
 
     def _end_calls(self) -> None:
@@ -290,7 +290,7 @@ class TeacherServer:
 
 
 def taken_nothing(error: BaseException) -> bool:
-    """Whether a server was only too busy. gRPC says INTERNAL where the call had ended before it was written."""
+    """Whether a server was only too busy. gRPC reports INTERNAL if the call had ended before it was written."""
     return _code_of(error) in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL)
 
 

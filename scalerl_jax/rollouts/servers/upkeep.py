@@ -1,7 +1,7 @@
-"""While a server answers: it is brought to the version that it should hold, and a candidate samples with it.
+"""While a server answers: brings it to the version that it should hold, and lets a candidate sample with it.
 
 Lives on the fleet's event loop, in one task for each time that the server is met. A server that has groups may sample
-for the probe again; that is a task of its own, so that no version waits for it.
+for the probe again; that is a separate task, so that no version waits for it.
 """
 
 import asyncio
@@ -29,24 +29,24 @@ _log = logging.getLogger(__name__)
 
 TAKES_NOT, SAMPLES_NOT = "weight update failed", "parity probe failed"
 BREATH_SECONDS = 0.1  # between two attempts, at least
-_REMEMBERED = 64  # versions that a server said to have applied
+_REMEMBERED = 64  # versions that a server reported as applied
 
 RowRequest = tuple[Row, codec.GroupRequest]
 
 
 class Upkeep:
-    """Of one server, of which `calls` are those for training groups and evaluations."""
+    """Upkeep of one server; `calls` are its calls for training groups and evaluations."""
 
     def __init__(self, server: ServerState, stub: Stub, context: ClientContext, calls: Calls):
         self._server, self._stub, self._context, self._calls = server, stub, context, calls
         self._task: asyncio.Task | None = None
         self._probing: asyncio.Task | None = None  # of a server that has groups
-        self._needs_full_sync = False  # the server's host copy is not what it says it decodes with
-        # When it said that it had applied which versions, the last ones.
+        self._needs_full_sync = False  # the server's host copy is not the version it reports
+        # (time, version) of the last versions that it reported as applied.
         self._applied: collections.deque[tuple[float, int]] = collections.deque(maxlen=_REMEMBERED)
 
     def begin(self) -> None:
-        """The server has been met."""
+        """Starts; the server has been met."""
         self._applied.clear()
         self._task = watched(self._keep_up(), self._context.events.fail)
 
@@ -60,15 +60,15 @@ class Upkeep:
 
     @property
     def applied_at(self) -> float:
-        """When it took a version last."""
+        """When it last applied a version."""
         return self._applied[-1][0] if self._applied else -1.0
 
     def applied_by(self, now: float) -> int | None:
-        """The newest version that it said to have applied before `now`."""
+        """The newest version that it reported as applied before `now`."""
         return max((step for at, step in self._applied if at < now), default=None)
 
     def probe(self, step: int) -> None:
-        """The server, which has groups and holds version `step`, samples for the probe with it or a later one."""
+        """Lets the server, which has groups and holds version `step`, sample for the probe with it or a later one."""
         if self._probing is None or self._probing.done():
             self._probing = watched(self._probe_again(step), self._context.events.fail)
 
@@ -77,8 +77,8 @@ class Upkeep:
         try:
             got = await self._ask(step, pinned=False, capacity=capacity, may_be_full=True)
         except grpc.aio.AioRpcError:
-            # It is full. By us, most likely: a short queue is kept full. The probe comes in as parts that fit into it;
-            # meanwhile the slots go on with what they have.
+            # It is full, most likely by us: a short queue is kept full. The probe is sent in parts that fit into it;
+            # meanwhile the slots continue with what they have.
             capacity = max(1, server.status.queue_capacity)
             server.pause(True)
             try:
@@ -152,14 +152,14 @@ class Upkeep:
     async def _ask(
         self, step: int, *, pinned: bool, capacity: int, may_be_full: bool = False
     ) -> tuple[Sample, ...] | None:
-        """What it samples for the probe, with version `step`, or a later one if not pinned; None: it does not.
+        """Its samples for the probe, with version `step`, or a later one if not pinned; None if that fails.
 
-        capacity: completions asked for at once. Raises AioRpcError where it has no room now and may_be_full.
+        capacity: completions requested at once. Raises AioRpcError if it has no capacity now and may_be_full.
         """
         server, context = self._server, self._context
         requests = context.probe_requests(server.address, step, pinned=pinned)
         tokens = max(request.most_tokens(wanted) for _, request in requests for wanted in request.completions)
-        # As for any completion, see calls.py; and some of them wait for a slot.
+        # The time limit of any completion, see calls.py; and some of them wait for a slot.
         rounds = -(-sum(len(request.completions) for _, request in requests) // server.status.slots)
         seconds = context.config.stall_seconds + rounds * tokens / context.config.slowest_tokens_per_second
         try:
@@ -194,7 +194,7 @@ class Upkeep:
                 for part in await asyncio.gather(*asked):
                     samples += part
             finally:
-                # Where one fails, the others are not left to go on behind our back.
+                # If one fails, the others must not keep running.
                 for call in asked:
                     call.cancel()
         return samples
@@ -214,5 +214,5 @@ def _waves(requests: Sequence[RowRequest], capacity: int) -> list[list[RowReques
 
 
 def server_capacity(status: pb.StatusReply) -> int:
-    """Completions that it takes at once, where it has none."""
+    """Completions that it accepts at once if it has none."""
     return status.slots + status.queue_capacity

@@ -1,8 +1,8 @@
-"""What a completion must be before anybody looks at it: an answer to what was asked, by a version allowed to give it.
+"""Checks a completion before it is used: it must answer the request, by a version that was allowed to sample it.
 
 The codec has checked the message by itself: as many log-probs as tokens, finite, none above 0, spans that cover the
-tokens. Here it is held against the request. Whatever fails names the server as one that breaks the contract; what such
-a server sent is never judged, stored or trained on.
+tokens. Here it is checked against the request. A failure means that the server breaks the contract; what it sent is
+never scored, stored or trained on.
 """
 
 import itertools
@@ -58,7 +58,7 @@ def validate(
     if len(completion.forced) > 1:
         raise ValueError(f"{name} was interrupted {len(completion.forced)} times")
     for start, end in completion.forced:
-        # The end of the cache may have cut it.
+        # The end of the cache may have truncated it.
         if not np.array_equal(tokens[start:end], phrase[: end - start]):
             raise ValueError(f"{name} has forced tokens that are not the interruption phrase")
     stops = request.sampling.stop_token_ids

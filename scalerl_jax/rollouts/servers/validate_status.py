@@ -1,23 +1,23 @@
-"""What a server's status may say before anybody believes it. Pure: the caller gives the times.
+"""Plausibility checks of a server's status. Pure: the caller passes the times.
 
     every number          finite, not negative, below an absurd size
     counters              of one process (server_id) never fall; busy seconds are part of the seconds it is up
     up_seconds            grows no more than the clock, since the last status and since the first one in a row
     busy_seconds          likewise, and what a long step adds at its end
-    tokens                no more of them than the fastest machine makes in that time
+    tokens                no more than the fastest machine produces in that time
     devices               as when the process was met
-    version               none newer than the newest there is
+    version               not newer than the newest one published
 
-A process's monotonic clock stands still while its machine sleeps, so its seconds may grow less than ours; ours must
-count our own sleep (`clock`). A server whose machine we have slept beside in another way (our virtual machine was
-paused) is found implausible once: the next status is held against the last one heard, believed or not.
+A process's monotonic clock stops while its machine sleeps, so its seconds may grow less than ours; ours must count our
+own sleep (`clock`). If our machine stopped in a way that `clock` does not count (a paused virtual machine), a server is
+found implausible once: the next status is compared with the last one heard, believed or not.
 
-What lies between a status that was dropped, for whatever reason, and the next good one is not booked, nor what a
-process claims to have done before its predecessor on the same address was heard last: `Found.from_here` says so.
+Usage between a dropped status and the next valid one is not booked, nor is what a process claims to have done before
+its predecessor on the same address was last heard: `Found.from_here` marks both.
 
-And what it must say for a run: tokenizer fingerprint, the decoder's shape, dtype of the logits, precision of the head's
-operands (a server that does not tell is left to the comparison of log-probs, parity.py), dtype of the weights, and
-room for the longest completion. A server that fails is turned away with one line.
+`compare` checks what a run requires: tokenizer fingerprint, the decoder's shape, dtype of the logits, precision of the
+head's operands (a server that does not report it is left to the comparison of log-probs, parity.py), dtype of the
+weights, and capacity for the longest completion. A server that fails is rejected with one line.
 """
 
 import dataclasses
@@ -45,36 +45,36 @@ _TOKENS = (
     ("prefill_tokens", PREFILL_PER_SECOND),
 )
 _COUNTERS = (*_SECONDS, *(name for name, _ in _TOKENS), "versions_applied", "chunks_refused")
-# The seconds of this machine's sleep included, which time.monotonic leaves out on Linux.
+# Includes the seconds of this machine's sleep, which time.monotonic leaves out on Linux.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def clock() -> float:
-    """Seconds, monotonic, that go on while this machine sleeps."""
+    """Monotonic seconds that continue while this machine sleeps."""
     return time.clock_gettime(_CLOCK)
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What there is to say of a status."""
+    """Result of checking a status."""
 
-    lie: str = ""  # what cannot be; the status is to be dropped. Empty: it is believed
-    from_here: bool = False  # book it from here on only: what its counters say of the time before is not known
+    lie: str = ""  # what is implausible, then the status must be dropped; empty: it is believed
+    from_here: bool = False  # book usage from this status on only: usage before it is not known
 
 
 @dataclasses.dataclass(frozen=True)
 class _Heard:
     status: pb.StatusReply
-    asked_at: float  # clock() when it was asked for; what it says is of this moment at the earliest
+    asked_at: float  # clock() when it was requested; its values are from this moment or later
 
 
 class StatusCheck:
-    """Of one address."""
+    """Checks the statuses of one address."""
 
     def __init__(self) -> None:
-        self._before: _Heard | None = None  # the last that could be held against another one
+        self._before: _Heard | None = None  # the last that can be compared with another one
         self._since: _Heard | None = None  # the first of those believed in a row, of the same process
-        self._dropped = False  # a status, since the last good one
+        self._dropped = False  # whether a status was dropped since the last valid one
 
     def check(self, status: pb.StatusReply, *, asked_at: float, heard_at: float, newest: int | None = None) -> Found:
         """Whether to believe a status. asked_at, heard_at: clock() before and after the call.
@@ -84,7 +84,7 @@ class StatusCheck:
         lie = _by_itself(status) or _version(status, newest)
         if lie:
             self._dropped = True
-            return Found(lie)  # nothing can be held against it
+            return Found(lie)  # later ones are not compared with it
         before, heard = self._before, _Heard(_copy(status), asked_at)
         same = before is not None and before.status.server_id == status.server_id
         if before is not None and self._since is not None and same:
@@ -99,15 +99,15 @@ class StatusCheck:
         dropped, self._dropped = self._dropped, False
         if same:
             return Found(from_here=dropped)
-        # What a step adds at its end was there before: none is busy for longer than it is up when it is met.
+        # A step's seconds have passed before it adds them: when first met, none is busy for longer than it is up.
         most = status.up_seconds + CLOCK_SLACK
-        if before is not None:  # one that was started after the one before it was heard last is not older than that
+        if before is not None:  # it was started after its predecessor was last heard, so it is not older than that
             most = min(most, _at_most(heard_at - before.asked_at))
         return Found(from_here=dropped or max(status.up_seconds, status.busy_seconds) > most)
 
 
 def _at_most(seconds: float) -> float:
-    """What another machine's clock may make of an interval of ours."""
+    """The longest that another machine's clock may measure for an interval of ours."""
     return seconds * (1 + CLOCK_DRIFT) + CLOCK_SLACK
 
 
@@ -161,13 +161,13 @@ def _since(before: pb.StatusReply, status: pb.StatusReply, elapsed: float) -> st
 
 
 def _clock(first: pb.StatusReply, status: pb.StatusReply, elapsed: float) -> str:
-    """The slack is for all statuses in a row together: a little too fast at each of them is too fast."""
+    """The slack is shared by all statuses in a row: a clock a little too fast at each of them is too fast."""
     grown = status.up_seconds - first.up_seconds
     return f"up_seconds grew by {grown:g} in {elapsed:.1f} s" if grown > _at_most(elapsed) else ""
 
 
 def _copy(status: pb.StatusReply) -> pb.StatusReply:
-    """What is compared, without the strings that a server may make as long as it likes."""
+    """The compared fields, without the strings that a server may make arbitrarily long."""
     kept = pb.StatusReply(server_id=status.server_id, devices=status.devices)
     for name in _COUNTERS:
         setattr(kept, name, getattr(status, name))
@@ -186,10 +186,10 @@ class Expected:
     sync_dtype: str
     head_precision: str = "default"  # default | highest | bfloat16: the logits are rounded to it
     maximum_tokens: int = 0  # longest prompt and completion together; the server must hold at least this much
-    router_replay: bool = False  # the server must be able to tell the experts of its completions
-    experts: bool = False  # the decoder has some: two sides in bfloat16 may choose others
+    router_replay: bool = False  # the server must be able to return the experts of its completions
+    experts: bool = False  # the decoder has some: two sides in bfloat16 may choose different ones
     numerics: str = "fast"  # or bitwise: the server must compute the same bits
-    top_k: int = 0  # the server must be able to tell the log-probs of so many ids at a token
+    top_k: int = 0  # the server must be able to return the log-probs of that many ids at a token
 
 
 def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
@@ -201,7 +201,7 @@ def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
         )
     for what, theirs, ours, flag in (
         ("model config", status.model_config, expected.model_config, ""),
-        # A server written before there was such a field tells nothing.
+        # A server older than this field does not report it.
         ("head precision", status.head_precision or expected.head_precision, expected.head_precision, "head_precision"),
         ("head dtype", status.head_dtype, "bfloat16" if expected.head_precision == "bfloat16" else "float32", ""),
         ("wire dtype", status.sync_dtype, expected.sync_dtype, "sync_dtype"),
@@ -233,7 +233,7 @@ def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
 
 
 def _compare_numerics(server: str, status: pb.StatusReply) -> None:
-    from scalerl_jax.model import row_blocks  # jax is not there yet when the first names are compared
+    from scalerl_jax.model import row_blocks  # jax may not be loaded yet when the module is imported
 
     ours = row_blocks.fingerprint()
     if status.numerics in ("", "fast"):

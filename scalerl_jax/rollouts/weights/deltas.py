@@ -1,7 +1,7 @@
-"""The deltas of the last versions, within a byte bound: what a server that is a little behind is brought up with.
+"""Cache of the last versions' deltas, bounded in bytes; updates servers that are a few versions behind.
 
 A server at version a that should be at v gets the deltas a+1 ... v merged into one: for each position the newest
-value. One transfer and one swap, whatever it missed; beyond the bound it gets a dense version.
+value. That is one transfer and one swap, whatever it missed; beyond the bound it gets a dense version.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Any
 from scalerl_jax.contract.weight_delta import MAXIMUM_DELTA_SHARE, WeightDelta, merge
 from scalerl_jax.rollouts.loop_thread import watched
 
-# What travels in a dense version for each element: deltas are of bfloat16 tensors.
+# Of each element in a dense version: deltas are of bfloat16 tensors.
 ITEM_BYTES = 2
 
 
@@ -24,7 +24,7 @@ class DeltaCache:
     def __init__(self, *, limit: int, event: Callable[[dict[str, Any]], None], fail: Callable[[BaseException], None]):
         """limit: bytes of all deltas kept. event: called on the loop with what each version changed.
 
-        fail: called on the loop where finding a delta fails, which may be long before the delta is needed.
+        fail: called on the loop when finding a delta fails, which may be long before the delta is needed.
         """
         self._limit, self._event, self._fail = limit, event, fail
         self._deltas: dict[int, asyncio.Task[WeightDelta]] = {}  # by the version that they lead to
@@ -34,9 +34,9 @@ class DeltaCache:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def record(self, step: int, find: Callable[[], WeightDelta]) -> None:
-        """`find` brings what version `step` changed to the host; called at once, on a thread of its own.
+        """`find` copies what version `step` changed to the host; it is called at once, on the cache's thread.
 
-        Of every version in turn, those that are never published too.
+        To be called for every version in turn, also for those that are never published.
         """
         assert step not in self._deltas
         self._deltas[step] = watched(self._find(step, find), self._fail)
@@ -74,14 +74,14 @@ class DeltaCache:
             del self._deltas[step]
 
     async def digests(self, step: int) -> dict[str, int]:
-        """Of the tensors of a version; none where it was not recorded, or is long gone. Raises what finding it did."""
+        """Digests of a version's tensors; {} if it was not recorded or has been dropped. Raises what `find` raised."""
         task = self._deltas.get(step)
         return {} if task is None else dict((await asyncio.shield(task)).digests)
 
     async def between(self, base: int, step: int) -> WeightDelta | None:
-        """One delta from version `base` to `step`; None where there is none that is worth sending.
+        """One delta from version `base` to `step`; None if there is none that is worth sending.
 
-        Raises what finding them did.
+        Raises what `find` raised for one of them.
         """
         steps = range(base + 1, step + 1)
         if not steps or any(s not in self._deltas for s in steps):

@@ -1,9 +1,9 @@
-"""A version that several hosts send: the first host decides, and each of the others sends its part of the same push.
+"""A version that several hosts send: the first host decides, and each other host sends its part of the same push.
 
     first host   Publisher.push ──> its own part                      all parts `applied`: the report of all of them
                        └─ Parts.push(PartPush) ──> PartPublisher on each other host: its part, to the same server
 
-The others hold the versions that the first host may still ask for (`keep`), and deltas of their own shards.
+The other hosts hold the versions that the first host may still request (`keep`), and deltas of their own shards.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ POLL_SECONDS = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class PartPush:
-    """A push as the other hosts are asked for their parts of it."""
+    """The first host's request to the other hosts for their parts of a push."""
 
     incarnation: int
     base: int | None
     step: int
     address: str
-    server_id: str  # of the process that is to take it; empty: any
+    server_id: str  # of the process that should receive it; empty: any
     timeout: float
 
     def fields(self) -> dict[str, Any]:
@@ -41,17 +41,17 @@ class PartPush:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """How versions go out in parts: what the publisher of the first host asks of the others, on its event loop."""
+    """How the first host's publisher has versions sent in parts; used on its event loop."""
 
     part: Part  # the first host's own
     dtype: str  # of the tensors
     shapes: Mapping[str, tuple[int, ...]]
     push: Callable[[PartPush], Awaitable[list[PushReport]]]  # raises what Publisher.push does
-    keep: Callable[[int, list[int]], None]  # of the versions up to the first number only these
+    keep: Callable[[int, list[int]], None]  # of the versions up to the number, only those listed
 
 
 class PartPublisher:
-    """Of a host that is not the first; lives on one event loop, close() ends its threads."""
+    """Publisher of a host other than the first; lives on one event loop, close() ends its threads."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class PartPublisher:
         to_host: Callable[[Callable[[], TensorBlocks]], Awaitable[TensorBlocks]],
         fail: Callable[[BaseException], None] = log_fault,
     ):
-        """connect: the server at an address. to_host: runs what brings weights to the host, on a thread of its own."""
+        """connect: the server at an address. to_host: runs a function that copies weights to the host on a thread."""
         self._part, self._dtype, self._shapes = part, dtype, shapes
         self._connect, self._chunk_bytes, self._to_host = connect, chunk_bytes, to_host
         self._sources: dict[int, Callable[[], TensorBlocks]] = {}
@@ -79,7 +79,7 @@ class PartPublisher:
     def publish(
         self, step: int, blocks: Callable[[], TensorBlocks], changes: Callable[[], WeightDelta] | None = None
     ) -> None:
-        """Holds this host's part of a version, in the order of versions."""
+        """Holds this host's part of a version; to be called in the order of versions."""
         self._sources[step], self._newest = blocks, step
         if changes is not None:
             self._deltas.record(step, changes)
@@ -91,14 +91,14 @@ class PartPublisher:
             del self._payloads[key]
 
     async def push(self, wanted: PartPush) -> PushReport:
-        """Sends this host's part. Raises as Publisher.push; FullSyncNeeded where there is no such delta here."""
+        """Sends this host's part. Raises as Publisher.push; FullSyncNeeded if this host has no such delta."""
         payload = await self._payload(wanted)
         call = self._connect(wanted.address).PushWeights()
         return await Push(call, payload).run(server_id=wanted.server_id, timeout=wanted.timeout)
 
     async def _payload(self, wanted: PartPush) -> Payload:
         key = (wanted.incarnation, wanted.base, wanted.step)
-        async with asyncio.timeout(wanted.timeout):  # the first host made it a moment before
+        async with asyncio.timeout(wanted.timeout):  # the first host published it a moment ago
             while wanted.step > self._newest:
                 await asyncio.sleep(POLL_SECONDS)
         if wanted.step not in self._sources:

@@ -3,9 +3,9 @@
     dense   the tensors' bytes one after another, in the header's order
     delta   what changed in each of them, in the header's order: gaps, then replacement values
 
-A part of a version (a trainer of several hosts sends one from each) has blocks in the place of whole tensors.
+A part of a version (a trainer of several hosts sends one from each) has blocks instead of whole tensors.
 
-The payload is never put together: chunks are cut from the arrays it is made of. See contract/rollout.proto.
+The payload is never concatenated: chunks are cut from the arrays it consists of. See contract/rollout.proto.
 """
 
 import sys
@@ -19,7 +19,7 @@ from scalerl_jax.contract.weight_delta import Sparse, WeightDelta
 from scalerl_jax.contract.weight_parts import Blocks, Part
 
 Tensors = Mapping[str, np.ndarray]  # Hugging Face names, complete, in sync dtype
-TensorBlocks = Mapping[str, Blocks]  # likewise, of each tensor what this host sends
+TensorBlocks = Mapping[str, Blocks]  # likewise, only the blocks that this host sends
 
 
 class Payload:
@@ -55,7 +55,7 @@ class Payload:
 
 
 def dense(version: codec.Version, tensors: Tensors, digests: Mapping[str, int], *, chunk_bytes: int) -> Payload:
-    """digests: of the tensors that have one."""
+    """The payload of whole tensors. digests: of the tensors that have one."""
     assert tensors, "a version without tensors"
     header = pb.WeightHeader(
         target=codec.version_to_proto(version),
@@ -77,7 +77,7 @@ def dense_part(
     part: Part,
     chunk_bytes: int,
 ) -> Payload:
-    """digests: of what this host sends of the tensors; none for those that have none."""
+    """This host's part of a dense version. digests: of the blocks it sends of each tensor, where there is one."""
     header = pb.WeightHeader(target=codec.version_to_proto(version), part=part.index, parts=part.count)
     pieces = []
     for name, blocks in tensors.items():

@@ -1,17 +1,17 @@
-"""Versions of the weights on their way to the servers.
+"""Sends versions of the weights to the servers.
 
     version  = dense (all bytes), or a delta from a version that the server holds to the one it should hold
     push     = header, chunks, commit ->  <- resend*, then applied | refused | full_sync
 
 The latest version wins: a server that is behind gets the newest one, not those between; a transfer that has begun is
-finished first. A server gets a delta where it holds a version of this trainer from which one is kept (deltas.py), and
-a dense version where it does not, or where it answers `full_sync`: its copy is not what we think it is.
+finished first. A server gets a delta if one is kept from the version of this trainer that it holds (deltas.py).
+Otherwise, or if it answers `full_sync` (its copy is not the one we assumed), it gets a dense version.
 
-Dense tensors may be given as a function that brings them to the host: it runs on a thread of its own, while the trainer
-is busy with its next update, and not at all where a newer version came before a server asked for it. What changed is
-brought to the host in any case, since the next deltas lead on from it.
+Dense tensors may be given as a function that copies them to the host. It runs on a separate thread, during the
+trainer's next update, and not at all if a newer version is published before a server needs this one. The changes are
+copied to the host in any case, because the next deltas build on them.
 
-On several hosts this is the first one's: it sends its own part, and has the others send theirs (parts.py).
+On several hosts this runs on the first: it sends its own part, and has the others send theirs (parts.py).
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from scalerl_jax.rollouts.weights.push import Push, PushReport, together
 
 _log = logging.getLogger(__name__)
 
-# Of several hosts: a function that brings this one's blocks of each tensor.
+# With several hosts: a function that returns this host's blocks of each tensor.
 Source = Tensors | Callable[[], Tensors] | Callable[[], TensorBlocks]
 
 
@@ -53,10 +53,10 @@ class Publisher:
         parts: Parts | None = None,
         fail: Callable[[BaseException], None] = log_fault,
     ):
-        """delta_bytes: of the deltas kept. event: called on the loop with what each version changed.
+        """delta_bytes: bound on the deltas kept. event: called on the loop with what each version changed.
 
-        parts: of a trainer of several hosts. fail: told on the loop of every fault of ours: an exception while a
-        version is made or cut.
+        parts: for a trainer of several hosts. fail: called on the loop with every exception raised while a version is
+        made or cut into chunks.
         """
         self._incarnation, self._chunk_bytes = incarnation, chunk_bytes
         self._sources: dict[int, Source] = {}
@@ -68,7 +68,7 @@ class Publisher:
         self.deltas = DeltaCache(limit=delta_bytes, event=event, fail=self._fail)
         self.latest: int | None = None
         self.sent_bytes = 0  # of payloads, to all servers
-        # One thread brings weights to the host, so that two versions are never on their way at once.
+        # One thread copies weights to the host, so that two versions are never copied at once.
         self._staging = ThreadPoolExecutor(1, thread_name_prefix="publisher-staging")
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Publisher:
         self._staging.shutdown(wait=False, cancel_futures=True)
 
     def publish(self, step: int, tensors: Source) -> None:
-        """Makes `step` the version that servers are to hold."""
+        """Makes `step` the version that servers should hold."""
         assert self.latest is None or step > self.latest, f"version {step} published after version {self.latest}"
         self._incarnation.settle()
         self._sources[step] = tensors
@@ -84,7 +84,7 @@ class Publisher:
         self._drop_unneeded()
 
     def retain(self, step: int) -> None:
-        """Keeps a version beyond the next one, until it is released as often as it was retained."""
+        """Keeps a version although a newer one is published, until it is released as often as it was retained."""
         assert step in self._sources, f"version {step} is not held"
         self._retained[step] += 1
 
@@ -104,7 +104,7 @@ class Publisher:
 
     @contextlib.contextmanager
     def _held(self, step: int) -> Iterator[None]:
-        """Around a push: the other hosts hold the version as long."""
+        """Around a push: keeps the version on the other hosts until the push ends."""
         self._pushing[step] += 1
         try:
             yield
@@ -118,9 +118,9 @@ class Publisher:
     ) -> PushReport:
         """Brings one server from version `base` (None: none of ours) to `step`; returns when it decodes with it.
 
-        process: the one that is to take it; None: any. A version in parts needs it, for the other hosts to dial.
-        Raises PushRefused (FullSyncNeeded: try again without a base), grpc.RpcError where the connection fails,
-        TimeoutError where nothing of it moves for `timeout` seconds; and whatever making the tensors raises.
+        process: the process that should receive it; None: any. Required for a version in parts: the other hosts dial
+        it. Raises PushRefused (FullSyncNeeded: retry without a base), grpc.RpcError if the connection fails,
+        TimeoutError if nothing is transferred for `timeout` seconds; and whatever making the tensors raises.
         """
         with self._held(step):
             payload = await self._payload(base, step, self._sources[step])
@@ -143,11 +143,11 @@ class Publisher:
         if key not in self._payloads:
             make = self._dense(step, source) if base is None else self._sparse(base, step, source)
             self._payloads[key] = watched(make, self._fail)
-        # Shielded: one server's end must not take the payload from the others.
+        # Shielded: cancelling the push to one server must not cancel the payload for the others.
         return await asyncio.shield(self._payloads[key])
 
     async def _sparse(self, base: int, step: int, source: Source) -> Payload:
-        """A delta where there is one."""
+        """A delta if there is one, else a dense version."""
         delta = await self.deltas.between(base, step)
         if delta is None:
             return await self._payload(None, step, source)
@@ -186,7 +186,7 @@ class SyncStats:
         self._versions: list[dict[str, Any]] = []
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
-        """Of the fleet's; one that is of neither kind goes into the log."""
+        """Records a push or version event of the fleet; logs any other."""
         if kind in ("push", "version"):
             with self._lock:
                 (self._pushes if kind == "push" else self._versions).append(fields)
@@ -194,11 +194,11 @@ class SyncStats:
             _log.info("%s: %s", kind, fields)
 
     def drain(self) -> dict[str, float]:
-        """Sums since the last call: of the versions applied, by all servers, and of the deltas that were made.
+        """Sums since the last call, over the versions applied by all servers and over the deltas that were made.
 
         sparse: pushes that were deltas. transfer, staging, pause: see push.PushReport. delta_bytes, dense_bytes,
-        changed, elements: of the versions that were compared with the one before them; encode: comparison, transfer to
-        the host and encoding of those.
+        changed, elements: of the versions that were compared with their predecessor; encode: time to compare, copy to
+        the host and encode those.
         """
         with self._lock:
             pushes, self._pushes = self._pushes, []

@@ -1,9 +1,9 @@
-"""One version of the weights on its way to one server.
+"""Sends one version of the weights to one server.
 
     header, chunks, commit ->  <- resend*, then applied | refused | full_sync
 
-A chunk that the server asks for again is sent after the one being written. A push fails when more than RESENDS chunks
-for each chunk were damaged, and when nothing moved for `timeout` seconds, whatever the size of the weights.
+A chunk that the server requests again is sent after the one being written. A push fails when more than RESENDS times
+the number of chunks were damaged, and when nothing moved for `timeout` seconds, whatever the size of the weights.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ RESENDS = 3  # of each chunk, on average
 
 
 class PushRefused(Exception):
-    """The server did not take the version; its weights are as they were."""
+    """The server did not apply the version; its weights are unchanged."""
 
 
 class FullSyncNeeded(PushRefused):
@@ -36,8 +36,8 @@ class FullSyncNeeded(PushRefused):
 class PushReport:
     """One version applied by one server.
 
-    Seconds: the whole push; its transfer (header to last good chunk); staging (the server unpacks and checks it while
-    it goes on decoding); pause (decoding stood still).
+    seconds: of the whole push. transfer_seconds: from the header to the last good chunk. staging_seconds: unpacking and
+    checking, while the server continues decoding. pause_seconds: decoding is stopped.
     """
 
     step: int
@@ -54,7 +54,7 @@ class Push:
     """One call of PushWeights."""
 
     def __init__(self, call: Any, payload: Payload, *, sent: Callable[[int], None] = lambda count: None):
-        """sent: told how many bytes of the payload each message had."""
+        """sent: called with the number of payload bytes of each message."""
         self._call, self._payload, self._sent = call, payload, sent
         self._again: asyncio.Queue[int] = asyncio.Queue()
         self._resent = 0
@@ -63,8 +63,8 @@ class Push:
     async def run(self, *, server_id: str, timeout: float) -> PushReport:
         """Returns when the server decodes with the version.
 
-        server_id: of the process that is to take it; empty: any. Raises PushRefused, FullSyncNeeded, AioRpcError where
-        the connection fails, TimeoutError where nothing moved for `timeout` seconds.
+        server_id: of the process that should receive it; empty: any. Raises PushRefused, FullSyncNeeded, AioRpcError if
+        the connection fails, TimeoutError if nothing moved for `timeout` seconds.
         """
         reader, writer = asyncio.create_task(self._read(server_id)), asyncio.create_task(self._write())
         try:
@@ -75,7 +75,7 @@ class Push:
                 waited_for: set[asyncio.Task[Any]] = {reader} if writer.done() else {reader, writer}
                 await asyncio.wait(waited_for, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if writer.done():
-                    writer.result()  # raises a fault of ours, which comes before what the server says of it
+                    writer.result()  # raises our own fault, which takes precedence over the server's answer
             return reader.result()
         finally:
             self._call.cancel()
@@ -121,7 +121,7 @@ class Push:
         return PushReport(target.step, payload.is_delta, payload.bytes, self._resent, seconds, *timings)
 
     async def _write(self) -> None:
-        """Until cancelled, or until the call is over: its last reply or its status says why."""
+        """Writes until cancelled or until the call is over; the call's last reply or status gives the reason."""
         async with contextlib.aclosing(self.messages()) as messages:
             async for message in messages:
                 try:
@@ -132,7 +132,7 @@ class Push:
                 self._moved_at = time.monotonic()
 
     async def messages(self) -> AsyncGenerator[pb.WeightMessage | Chunk, None]:
-        """What is written, without end."""
+        """The messages to write; never ends."""
         payload = self._payload
         yield pb.WeightMessage(header=payload.header)
         for index in range(payload.chunks):
@@ -146,7 +146,7 @@ class Push:
 
 
 async def together(own: Coroutine[Any, Any, PushReport], others: Awaitable[list[PushReport]]) -> PushReport:
-    """Of the pushes of all parts of a version. Raises what the first of them fails with; the others are given up."""
+    """Combined report of the pushes of all parts. Raises the first failure (FullSyncNeeded first); cancels the rest."""
     ours, asked = asyncio.ensure_future(own), asyncio.ensure_future(others)
     both: set[asyncio.Future[Any]] = {ours, asked}
     try:

@@ -14,7 +14,7 @@ _read: list[list[readers.Evaluations]] = []  # by preload(), at most once
 
 
 def preload(paths: Sequence[str], name: str, *, parts_too: bool) -> None:
-    """Checks all of it, and keeps what was read for the one who asks next. Raises UserError."""
+    """Checks the arguments, and keeps the runs read for the next call of read_evaluations. Raises UserError."""
     check_arguments(paths, name)
     found = read_evaluations(paths, parts_too=parts_too)
     _read[:] = [found]
@@ -33,14 +33,15 @@ def check_arguments(paths: Sequence[str], name: str) -> str:
 
 
 def axis_labels() -> tuple[str, str]:
-    """Of compute and of the score, as the flags name them."""
+    """Labels of compute and of the score, from the flags."""
     x_name = units.axis_name(given.X.value or readers.RUN_FOLDER_X)
     unit = units.conversion(given.X_UNIT.value)[1]
     return f"{x_name}, in {unit}" if unit else x_name, given.Y.value or readers.RUN_FOLDER_Y
 
 
 def read_evaluations(paths: Sequence[str], *, parts_too: bool) -> list[readers.Evaluations]:
-    """The runs in the files, as the flags say; those that `preload` has read are not read again. Raises UserError."""
+    """The runs in the files, read as the flags ask; runs that `preload` has read are not read again. Raises
+    UserError."""
     if _read:
         return _read.pop()
     with user_mistakes(tables.InputError):

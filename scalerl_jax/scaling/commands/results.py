@@ -14,23 +14,23 @@ from rich.table import Table
 from scalerl_jax.scaling.plot import write_figure
 from scalerl_jax.system.files import plain, write_whole
 
-WIDE = 160  # columns that a table with its intervals beside the values takes
+WIDE = 160  # columns that a table needs with intervals on the same line as the values
 
 
 def make_console() -> Console:
     console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
-        console.width = max(console.width, WIDE)  # a log is not folded
+        console.width = max(console.width, WIDE)  # lines of a log are not wrapped
     return console
 
 
 def say(console: Console, line: str) -> None:
-    """As it is: names of runs are no markup, and a line is one line in a log."""
+    """Prints a line without markup, since names of runs are not markup, and without wrapping."""
     console.print(line, markup=False, soft_wrap=True)
 
 
 def new_table(title: str, *heads: str, **columns: Any) -> Table:
-    """columns: how each of these is laid out."""
+    """An empty table. columns: name -> options of its layout."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for head in heads:
         table.add_column(head, **columns)
@@ -39,11 +39,11 @@ def new_table(title: str, *heads: str, **columns: Any) -> Table:
 
 def ends(interval: tuple[float, float], form: Callable[[float], str], unbounded: str = "open") -> str:
     low, high = (form(end) if math.isfinite(end) else unbounded for end in interval)
-    return f"\\[{low}, {high}]"  # escaped: rich takes [word] for markup
+    return f"\\[{low}, {high}]"  # escaped: rich interprets [word] as markup
 
 
 def write(out: str, name: str, document: dict[str, Any], figure: Figure | None) -> list[str]:
-    """Writes NAME.png and NAME.svg, where there is a figure, then NAME.json into the folder; their paths."""
+    """Writes NAME.png and NAME.svg, if there is a figure, then NAME.json into the folder; returns their paths."""
     os.makedirs(out, exist_ok=True)
     paths = [os.path.join(out, f"{name}.{ending}") for ending in (("png", "svg", "json") if figure else ("json",))]
     for path in paths[:-1]:

@@ -126,7 +126,7 @@ def _table(rows: Sequence[Summary], title: str) -> Table:
 
 
 def _figure(rows: Sequence[Summary]) -> Figure:
-    """How often the bands hold, beside how often they say so: one panel a fraction."""
+    """Actual against nominal coverage of the bands, one panel a fraction."""
     figure = Figure(figsize=(10, 3.9), layout="constrained")
     panels = figure.subplots(1, len(FRACTIONS), sharex=True, sharey=True)
     for axes, fraction in zip(np.atleast_1d(panels), FRACTIONS):

@@ -43,8 +43,8 @@ from scalerl_jax.scaling.statement import hours
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system import platforms
 
-_CURVES = 4000  # drawn for the plan
-_SHOWN = 8  # extensions in the table of the plan
+_CURVES = 4000  # number of curves drawn for the plan
+_SHOWN = 8  # extensions shown in the plan's table
 
 
 def run() -> None:
@@ -54,7 +54,7 @@ def run() -> None:
 
 def main(paths: Sequence[str]) -> None:
     console = results.make_console()
-    # ------------------------------------------------------------------ what was asked
+    # ------------------------------------------------------------------ arguments
     out = reading.check_arguments(paths, "compare")
     target, grid, seed = fit_flags.TARGET.value, fit_flags.GRID.value, fit_flags.SEED.value
     if target is not None and not given.FORECAST.value:
@@ -96,7 +96,7 @@ def main(paths: Sequence[str]) -> None:
         forecasts = [_forecast(run, target) for run in runs] if given.FORECAST.value else []
         plan = None if given.PLAN_BUDGET.value is None else _plan(runs, given.PLAN_BUDGET.value, seed)
 
-    # ------------------------------------------------------------------ tell
+    # ------------------------------------------------------------------ print
     label, y_label = reading.axis_labels()
     for line in remarks:
         results.say(console, line)
@@ -131,7 +131,7 @@ def main(paths: Sequence[str]) -> None:
 
 
 def _say_hours(console: Console, run: Run, compute: float | None) -> None:
-    """What so much compute of a run costs, where its rows tell."""
+    """Prints the device-hours of so much compute of a run, if its rows have them."""
     if compute is not None and (cost := hours(compute, run.rate)):
         results.say(console, f"{run.name}: to {short_number(compute)}{cost}.")
 
@@ -153,7 +153,7 @@ def _plan(runs: Sequence[Run], budget: float, seed: int) -> decide.Plan:
     return decide.plan(contenders, budget, at=given.BUDGET.value, margin=given.MARGIN.value, seed=seed)
 
 
-# ---------------------------------------------------------------------- on the terminal
+# ---------------------------------------------------------------------- terminal output
 
 
 def _run_table(title: str, *heads: str) -> Table:

@@ -37,7 +37,7 @@ from scalerl_jax.scaling.statement import LEVEL, hours, of_asymptote, statement
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system import platforms
 
-# What fit_sigmoid's messages call its arguments, and the flags that they come from.
+# Names of arguments in fit_sigmoid's messages -> the flags that set them.
 _FLAG_OF = {"initial_reward": "--r0", "burn_in": "--burn_in", "fit_until": "--fit_until", "grid=": "--grid="}
 
 
@@ -66,7 +66,7 @@ def main(paths: Sequence[str]) -> None:
     label, y_label = reading.axis_labels()
     ahead = [_ahead(one, calibration, label) for one in fitted]
 
-    # ------------------------------------------------------------------ tell
+    # ------------------------------------------------------------------ print
     for line in remarks:
         results.say(console, line)
     console.print(_table(fitted, label, console.width))
@@ -92,12 +92,12 @@ def main(paths: Sequence[str]) -> None:
 
 
 def read_and_fit(paths: Sequence[str], remarks: list[str], *, parts_too: bool = True) -> list[Run]:
-    """One fit for each run in the files, its seeds together, as the flags say. remarks: added to, once each.
-    parts_too: and for each environment of a mixture.
+    """Fits each run in the files, its seeds together, as the flags ask. remarks: gets new remarks, each once.
+    parts_too: also fits each environment of a mixture.
 
     Raises UserError.
     """
-    # ------------------------------------------------------------------ what was asked
+    # ------------------------------------------------------------------ arguments
     if (given.PASSES.value is None) != (given.TRIALS.value is None):
         raise UserError("--passes and --trials go together")
     initial = _number_or("r0", given.R0.value, "fit")
@@ -111,7 +111,7 @@ def read_and_fit(paths: Sequence[str], remarks: list[str], *, parts_too: bool = 
     groups = _seeds_together(evaluations)
 
     # ------------------------------------------------------------------ fit
-    # One scale for all: a run whose rewards never fall below 0 is on that of the run beside it whose rewards do.
+    # One scale for all runs: if one has rewards below 0, all are rewards.
     every = np.concatenate([one.reward for one in evaluations])
     scale, remark = units.find_scale(every, given.Y_SCALE.value)
     remarks += [remark] if remark and remark not in remarks else []
@@ -125,7 +125,7 @@ def read_and_fit(paths: Sequence[str], remarks: list[str], *, parts_too: bool = 
 
 
 def _seeds_together(evaluations: list[readers.Evaluations]) -> dict[str, list[readers.Evaluations]]:
-    """The runs by a name that no two of them share, each with its seeds."""
+    """Runs by unique name, each with its seeds."""
     groups: dict[tuple[str, str], list[readers.Evaluations]] = {}
     for index, one in enumerate(evaluations):
         place = os.path.dirname(os.path.abspath(one.source))
@@ -137,7 +137,7 @@ def _seeds_together(evaluations: list[readers.Evaluations]) -> dict[str, list[re
     names = [name for name, _ in groups]
     for (name, _), members in groups.items():
         apart = f"{name} ({members[0].source})" if names.count(name) > 1 else name
-        again = f"{apart} {len(named) + 1}" if apart in named else apart  # the same file twice
+        again = f"{apart} {len(named) + 1}" if apart in named else apart  # the same file given twice
         named[again] = members
     return named
 
@@ -204,7 +204,7 @@ def _table(fitted: list[Run], label: str, width: int) -> Table:
     heads = ("run", "A", "seeds", "B", "C_mid", "R0", "points", "residual", "identified", "error held out")
     table = results.new_table(title, *heads, overflow="fold")
     table.columns[0].min_width = 10
-    # Intervals stand beside the value where there is room, below it where not.
+    # Intervals are on the same line as the value if the table is wide enough, else below it.
     between = " " if width >= results.WIDE else "\n"
     forms = ("{:.3f}".format, "{:.2f}".format, short_number)
     for one in fitted:
@@ -240,7 +240,7 @@ def _reach(one: Run, target: float, label: str) -> str:
 
 
 def _ahead(one: Run, calibration: Calibration, label: str) -> tuple[dict[str, Any], str] | None:
-    """None with the paper's procedure, and where the points tell nothing of their noise."""
+    """The forecast; None with the paper's procedure, or if the noise cannot be estimated from the points."""
     if given.GRID.value == "paper":
         return None
     try:
@@ -292,9 +292,9 @@ def _document(fitted: list[Run], ahead: list[tuple[dict[str, Any], str] | None],
 
 
 def foretold(one: Run, calibration: Calibration, axis: str, *, half: bool) -> tuple[dict[str, Any], str]:
-    """For fit.json, in the fit's units, and in words. half: the points are those up to half of the compute.
+    """The forecast for fit.json, in the fit's units, and in words. half: the points are those up to half the compute.
 
-    Raises ValueError where the points tell nothing of their noise.
+    Raises ValueError if the noise cannot be estimated from the points.
     """
     ahead = average_forecast(one.points, calibration)
     seen = HALF if half else f"at {short_number(one.reached)}"

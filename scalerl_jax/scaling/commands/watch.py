@@ -23,7 +23,7 @@ from scalerl_jax.scaling.points import TooFewPoints
 from scalerl_jax.system import files
 from scalerl_jax.system.files import read_object
 
-_SETTLE_SECONDS = 0.3  # within which a row that has been begun is finished
+_SETTLE_SECONDS = 0.3  # time for an incomplete row to be finished
 _ATTEMPTS = 3
 _LONGEST_ROW = 16_000_000  # bytes; a row has a number for each held-out prompt
 _Signature = tuple[tuple[str, int, int], ...]  # path, bytes, time of each file
@@ -32,13 +32,13 @@ _Signature = tuple[tuple[str, int, int], ...]  # path, bytes, time of each file
 def watch(paths: Sequence[str], draw: Callable[[Sequence[str]], None], *, every: float, console: Console) -> None:
     """Calls draw(paths) at once and after each change, until every run has ended or Ctrl-C.
 
-    draw raises UserError where it cannot: for too few points the next ones are waited for; so is a file that cannot be
-    read, if it could be before; any other mistake is raised.
+    draw raises UserError where it cannot draw. If there are too few points, or a file that was readable before is not,
+    watching continues; any other mistake is raised.
     """
     seen: _Signature | None = None
     drawn = 0
     printed: set[str] = set()
-    folders = {path for path in paths if os.path.isdir(path)}  # a file may be gone for a moment while it is rewritten
+    folders = {path for path in paths if os.path.isdir(path)}  # a file may be missing briefly while it is rewritten
 
     def tell(message: str) -> None:
         if message not in printed:
@@ -50,7 +50,7 @@ def watch(paths: Sequence[str], draw: Callable[[Sequence[str]], None], *, every:
             gone = [path for path in paths if path in folders and not os.path.exists(path)]
             if gone:
                 raise UserError(f"{gone[0]}: is gone; it was there when the watching began")
-            ended = [_ended(path) for path in paths]  # asked before reading, so that the last row is not missed
+            ended = [_ended(path) for path in paths]  # checked before reading, so that the last row is not missed
             empty = [path for path in paths if _begun_without_evaluations(path)]
             now = _signature(paths)
             if empty:
@@ -79,7 +79,7 @@ def watch(paths: Sequence[str], draw: Callable[[Sequence[str]], None], *, every:
 
 
 def _draw_settled(paths: Sequence[str], draw: Callable[[Sequence[str]], None]) -> _Signature:
-    """Draws what is there once no file is in the middle of a row; the files as they were just before."""
+    """Draws once no file ends in an incomplete row; returns the signature taken just before."""
     for attempt in range(_ATTEMPTS):
         if any(_unfinished(path) for path, *_ in _signature(paths)):
             time.sleep(_SETTLE_SECONDS)
@@ -105,14 +105,14 @@ def _files(path: str) -> list[str]:
 def _signature(paths: Sequence[str]) -> _Signature:
     found = []
     for file in [file for path in paths for file in _files(path)]:
-        with contextlib.suppress(FileNotFoundError):  # replaced between the two calls; the reader says what is missing
+        with contextlib.suppress(FileNotFoundError):  # replaced between the two calls; the reader reports missing files
             status = os.stat(file)
             found.append((file, status.st_size, status.st_mtime_ns))
     return tuple(found)
 
 
 def _unfinished(path: str) -> bool:
-    """Whether a file of lines does not end with one."""
+    """Whether a file of lines ends in an incomplete line."""
     return os.path.isfile(path) and not tfevents.is_event_file(path) and not files.ends_whole(path)
 
 
@@ -126,7 +126,7 @@ def _begun_without_evaluations(path: str) -> bool:
 
 
 def _ended(path: str) -> str:
-    """Why no more evaluations will come, or "" while they may."""
+    """The reason why no more evaluations will come, or "" while they may."""
     if not _ours(path):
         return ""
     config = os.path.join(path, "config.json")
@@ -148,7 +148,7 @@ def _ended(path: str) -> str:
 
 
 def _last_step(path: str) -> int:
-    """Of the last whole row; -1 without one."""
+    """The step of the last complete row; -1 without one."""
     if not os.path.isfile(path):
         return -1
     with open(path, "rb") as file:
@@ -156,7 +156,7 @@ def _last_step(path: str) -> int:
         rows = file.read().split(b"\n")[:-1]
     try:
         row = json.loads(rows[-1]) if rows else {}
-    except (ValueError, RecursionError):  # draw reads the same row, and says what is wrong with it
+    except (ValueError, RecursionError):  # draw reads the same row, and reports its fault
         return -1
     step = row.get("step", -1) if isinstance(row, dict) else -1
     return step if isinstance(step, int) else -1
