@@ -143,7 +143,7 @@ def place_of(text: str) -> tuple[str, str]:
     """(config.environment.name, config.environment.validation) of an environment given on the command line.
 
     `text` is an environment's name; math:SOURCE or code:SOURCE; or a source, for its layout's environment or else math.
-    Raises ValueError if it is none of these.
+    Raises ValueError if it is not one of these.
     """
     kind, _, where = text.partition(":")
     if text in ENVIRONMENTS or kind == "reasoning_gym" or user_code.named(text):
@@ -159,7 +159,7 @@ def place_of(text: str) -> tuple[str, str]:
         raise ValueError(f"{text!r}: has a weight, and nothing is drawn from it")
     if not source.layout and not source.hub and not os.path.exists(source.where) and not glob.glob(source.where):
         raise ValueError(
-            f"{text!r} is none of {', '.join(ENVIRONMENTS)}, no data set ({', '.join(LAYOUTS)}, ORG/NAME), and no file"
+            f"{text!r} is not one of {', '.join(ENVIRONMENTS)}, nor a data set ({', '.join(LAYOUTS)}, ORG/NAME) or a file"
         )
     return LAYOUTS[source.layout].kind if source.layout else "math", text
 

@@ -118,8 +118,8 @@ class Tensors(Mapping[str, np.ndarray]):
             of_images = beside_images and name.startswith(_OF_IMAGES)
             if name not in known and not of_images and not _BUFFER.search(name):
                 raise ValueError(
-                    f"{one.file.name}: tensor {name} is none of a {config.family} of {config.layers} layers, and would "
-                    "be left out of the policy"
+                    f"{one.file.name}: tensor {name} does not belong to a {config.family} of {config.layers} "
+                    "layers, and would be left out of the policy"
                 )
 
     def _check_tied(self) -> None:

@@ -261,7 +261,7 @@ def _sentence(first: Run, second: Run, found: Difference, word: str, both, expon
         more = f"; A of {vague} is not identified yet" if vague else ""
         if undescribed := " and ".join(run.name for run in (first, second) if run.fit.misfit):
             more = f"; no law describes the points of {undescribed}"
-        return f"these points do not tell which of {first.name} and {second.name} ends higher: {apart}{more}"
+        return f"these points do not decide which of {first.name} and {second.name} ends higher: {apart}{more}"
     start = f"no difference shown in A between {first.name} and {second.name}: {apart}, margin {margin:g}"
     sides = list(zip((first, second), both))
     (faster, fast), (slower, slow) = sides if exponent.value >= 0 else sides[::-1]

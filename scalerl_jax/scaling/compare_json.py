@@ -9,7 +9,7 @@ from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.forecast import Forecast
 
 # Verdicts in words: a row's A against the baseline's, or a pair's first against its second.
-VERDICTS = {"": "baseline", "first": "higher", "second": "lower", "none": "no difference shown", "open": "not told"}
+VERDICTS = {"": "baseline", "first": "higher", "second": "lower", "none": "no difference shown", "open": "undecided"}
 
 
 def run_document(run: Run) -> dict[str, Any]:

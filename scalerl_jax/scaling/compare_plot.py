@@ -105,7 +105,7 @@ def _exponents(axes, found: Comparison, styles) -> None:
     axes.set_title(f"B{where}", loc="left", fontsize=10)
     for position, row in enumerate(found.table):
         if row.slope is None:
-            word = "A is not told" if row.verdict == "open" else "A differs"
+            word = "A is undecided" if row.verdict == "open" else "A differs"
             axes.text(0.02, position, word, transform=axes.get_yaxis_transform(), va="center", color=GREY,
                       fontsize=8)  # fmt: skip
 

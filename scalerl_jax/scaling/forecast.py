@@ -176,7 +176,7 @@ def _advise_target(
         if at_budget.value >= target:
             return "go on", f"the curve reaches {target:g} within the budget, not every curve that fits does: {there}"
         if note := _identification_note(fit, budget):
-            return "go on", f"these points do not tell: {there}; {note}"
+            return "go on", f"these points do not decide: {there}; {note}"
         return "stop", f"the curve stays below {target:g} within the budget: {there}"
     if to_target.value < math.inf:
         return "go on", when
@@ -194,7 +194,7 @@ def _advise_gain(fit: SigmoidFit, found: Estimate, worth: float, what: str) -> t
     if found.value >= worth:
         return "go on", f"{text}: by the curve, not for certain, the {worth:g} that count"
     if note := _identification_note(fit, math.inf):
-        return "go on", f"{text}, and these points do not tell whether that is the {worth:g} that count; {note}"
+        return "go on", f"{text}, and these points do not decide whether that is the {worth:g} that count; {note}"
     return "stop", f"{text}: by the curve less than the {worth:g} that count"
 
 

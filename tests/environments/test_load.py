@@ -422,7 +422,7 @@ def test_an_environment_is_a_file(tokenizer):
     [
         (" ", "an environment has no name"),
         ("math500*3", r"'math500\*3': has a weight, and nothing is drawn from it"),
-        ("no_such", "'no_such' is none of arithmetic, "),
+        ("no_such", "'no_such' is not one of arithmetic, "),
         ("math", "math: of which rows"),
     ],
 )

@@ -152,7 +152,7 @@ def test_runs_whose_end_is_not_told_are_not_compared_further():
     found = compare(runs)
     (pair,) = found.pairs
     assert pair.verdict == "open" and pair.slopes is None and found.common_asymptote is None
-    assert pair.sentence.startswith("these points do not tell which of")
+    assert pair.sentence.startswith("these points do not decide which of")
     assert pair.sentence.endswith("is not identified yet") and "bs2048" in pair.sentence.split(";")[-1]
 
 

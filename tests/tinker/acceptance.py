@@ -234,7 +234,7 @@ def main() -> None:
     if not (arguments.names and arguments.url and arguments.model and arguments.folder):
         parser.error("NAME..., --url, --model and --folder, or --traces")
     if unknown := set(arguments.names) - PROGRAMS.keys():
-        parser.error(f"{min(unknown)} is none of {', '.join(PROGRAMS)}")
+        parser.error(f"{min(unknown)} is not one of {', '.join(PROGRAMS)}")
     folder = arguments.folder.absolute()
     write_folder(folder, arguments.model)
     for name in arguments.names:

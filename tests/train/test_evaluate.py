@@ -19,7 +19,7 @@ MISTAKES = (
     ("", "--model or --workdir: one of them says what is evaluated"),
     ("--model={model}", "--environment: says what to evaluate on"),
     ("--model={tmp} --environment=arithmetic", "{tmp}: no weights there (*.safetensors)"),
-    ("--model={model} --environment=no_such", "--environment: 'no_such' is none of arithmetic, "),
+    ("--model={model} --environment=no_such", "--environment: 'no_such' is not one of arithmetic, "),
     ("--model={model} --environment=math", "--environment: math: of which rows? math:FILE"),
     ("--model={model} --environment=gsm8k:{tmp}/x.jsonl", "config.environment.validation={tmp}/x.jsonl: No such file"),
     ("--model={smaller} --environment=arithmetic", "{smaller}/tokenizer.json: token "),

@@ -91,7 +91,7 @@ def _meant(where: str) -> str:
 
 def _known(path: str, given: str) -> None:
     if not kind_of(path):
-        raise ValueError(f"{given}: {path} is none of {', '.join(SUFFIXES)} by its name (.gz may follow)")
+        raise ValueError(f"{given}: {path} is not one of {', '.join(SUFFIXES)} by its name (.gz may follow)")
 
 
 def read_file(path: str, malformed: MalformedRows) -> Iterator[NamedColumns]:

@@ -100,7 +100,7 @@ def _checked(node: ast.expr) -> ast.expr:
             method = ast.Attribute(_checked(node.func.value), node.func.attr, ast.Load())
             return ast.Call(method, arguments, [])
         known = ", ".join(sorted((*FUNCTIONS, _COLUMN)))
-        raise ValueError(f"{ast.unparse(node.func)}(): is none of {known}, nor a method {', '.join(METHODS)}")
+        raise ValueError(f"{ast.unparse(node.func)}(): is not one of {known}, nor a method {', '.join(METHODS)}")
     if not isinstance(node, _NODES):
         raise ValueError(f"{ast.unparse(node)}: {type(node).__name__} has no place in a filter")
     for field, value in ast.iter_fields(node):

@@ -95,7 +95,7 @@ def released(release: str) -> tuple[str, ...]:
         return ("test*.jsonl",)
     found = re.fullmatch("release_v([1-9])", release)
     if found is None:
-        raise ValueError(f"@{release} is none of its releases, @release_v1, @release_v2, ...")
+        raise ValueError(f"@{release} is not one of its releases, @release_v1, @release_v2, ...")
     return ("test.jsonl", *(f"test{n}.jsonl" for n in range(2, int(found[1]) + 1)))
 
 

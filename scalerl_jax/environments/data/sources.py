@@ -108,7 +108,7 @@ def _source(given: str, field: str) -> Source:
     if prefixed is not None and not os.path.exists(given):
         layout, where = prefixed[1], prefixed[2]
         if layout not in LAYOUTS:
-            raise ValueError(f"{field}={given}: {layout} is none of the known layouts, {', '.join(LAYOUTS)}")
+            raise ValueError(f"{field}={given}: {layout} is not one of the known layouts, {', '.join(LAYOUTS)}")
     alone = _PART.fullmatch(where)
     name: HubName | None
     if alone is not None and not os.path.exists(where) and alone[1] in LAYOUTS and layout in ("", alone[1]):

@@ -190,8 +190,8 @@ def test_a_folder_is_its_files_in_order(tmp_path):
     [
         ("absent.jsonl", "absent.jsonl: No such file or directory"),
         ("*.parquet", r"\*.parquet: no file is of that pattern"),
-        ("rows.txt", "rows.txt: .*rows.txt is none of .jsonl, .ndjson, .json, .csv, .tsv, .parquet by its name"),
-        ("*.txt", r"\*.txt: .*rows.txt is none of .jsonl"),
+        ("rows.txt", "rows.txt: .*rows.txt is not one of .jsonl, .ndjson, .json, .csv, .tsv, .parquet by its name"),
+        ("*.txt", r"\*.txt: .*rows.txt is not one of .jsonl"),
         ("data", r"data: the folder has no file of rows \(.*\); there are folders in it: train"),
         (
             "splits",

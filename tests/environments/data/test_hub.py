@@ -144,7 +144,7 @@ def test_a_release_is_its_files_and_those_of_the_releases_before_it(cache):
     assert [text for _, text, _ in second] == ["test.jsonl?", "test2.jsonl?"]
     assert fourth.endswith("livecodebench/code_generation_lite test.jsonl test2.jsonl test3.jsonl test4.jsonl")
     assert latest == (
-        "config.environment.validation=livecodebench@release_latest: @release_latest is none of its releases, "
+        "config.environment.validation=livecodebench@release_latest: @release_latest is not one of its releases, "
         "@release_v1, @release_v2, ..."
     )
     assert split.endswith("code_generation_lite@release_v2#test: #test says nothing of it: it has one split")

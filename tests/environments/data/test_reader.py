@@ -324,7 +324,7 @@ def test_the_grammar(text, expected):
         ("a.jsonl*1,./a.jsonl*1", r"train=a.jsonl\*1,./a.jsonl\*1: ./a.jsonl is there twice"),
         ("b/,b", "train=b/,b: b is there twice"),
         ("gsm8k,gsm8k:openai/gsm8k", "train=gsm8k,gsm8k:openai/gsm8k: gsm8k:openai/gsm8k is there twice"),
-        ("gsm9k:a.jsonl", "train=gsm9k:a.jsonl: gsm9k is none of the known layouts, polaris, deepscaler"),
+        ("gsm9k:a.jsonl", "train=gsm9k:a.jsonl: gsm9k is not one of the known layouts, polaris, deepscaler"),
     ],
 )
 def test_what_the_grammar_does_not_have(text, told):
