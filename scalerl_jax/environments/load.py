@@ -159,7 +159,7 @@ def place_of(text: str) -> tuple[str, str]:
         raise ValueError(f"{text!r}: has a weight, and nothing is drawn from it")
     if not source.layout and not source.hub and not os.path.exists(source.where) and not glob.glob(source.where):
         raise ValueError(
-            f"{text!r} is not one of {', '.join(ENVIRONMENTS)}, nor a data set ({', '.join(LAYOUTS)}, ORG/NAME) or a file"
+            f"{text!r} is not one of {', '.join(ENVIRONMENTS)}, a data set ({', '.join(LAYOUTS)}, ORG/NAME) or a file"
         )
     return LAYOUTS[source.layout].kind if source.layout else "math", text
 

@@ -198,7 +198,7 @@ def mistakes(folder: pathlib.Path) -> dict[str, Any]:
         "two sets": (lambda: shutil.copy(first, folder / SINGLE), f"{SINGLE} and {INDEX} are two sets of weights"),
         "a layer too few": (stored(**{f"{layer}1__mlp__up_proj__weight": np.zeros(0)}), "tensor model.layers.1.mlp"),
         "a layer too many": (stored(**{f"{layer}2__mlp__up_proj__weight": np.ones((48, 32))}), "to a qwen2 of 2 la"),
-        "a bias too many": (stored(**{f"{layer}0__self_attn__o_proj__bias": np.ones(32)}), "o_proj.bias does not belong to"),
+        "a bias too many": (stored(**{f"{layer}0__self_attn__o_proj__bias": np.ones(32)}), "o_proj.bias does not"),
         **{
             f"{name}, unread": (stored(**{name.replace(".", "__"): np.ones(32)}), f"tensor {name} does not belong to a")
             for name in ("lm_head.bias", "score.weight", "v_head.summary.weight", "layers.0.bias", "layers.0.mlp.bias")
