@@ -413,6 +413,7 @@ def asked_for(rule: dict[str, Any], *, generators: int, sampling: float) -> int:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_generators_come_where_they_are_the_slower_side_and_go_where_they_wait(path: pathlib.Path, kind: str) -> None:
     config = load_file(str(path))
+    config.distill.teachers = dict.fromkeys(config.distill.teachers, "teacher:8500")  # a launch takes no folders
     fleet, group = config.fleet, config.rollout.group_size
     # What the trainer asks of one server at most: all slots are taken, whatever waits behind them.
     held, _ = free_capacity(
