@@ -119,7 +119,7 @@ class Phased(Pacing):
 
     def admits(self, number: int, *, step: int, trained: int, stored: int) -> bool:
         frozen = self.minimum_step(number)
-        # trained == frozen: the phase's version exists and none of its updates has been made.
+        # From trained == frozen on the version of the phase exists.
         return self.batch(number) < self.batches and trained >= frozen and step == frozen
 
     def last_needed(self, batch: int) -> int:
