@@ -198,9 +198,9 @@ class RolloutConfig:
     # Nucleus sampling. 1 is off; any other value biases the importance ratio.
     top_p: Annotated[float, Above(0, up_to=1)] = 1.0
     top_k: NotNegative[int] = 0  # Top-k sampling. 0 is off; any other value biases the importance ratio.
-    # Turns of an episode at the most, in environments that have episodes. 1: a completion is one turn.
+    # Most turns of an episode, in environments that have episodes. 1: a completion is one turn.
     max_turns: Positive[int] = 1
-    # Longest episode in tokens behind the prompt, what the environment says included. The budgets below are a turn's.
+    # Longest episode in tokens after the prompt, the environment's replies included. The budgets below are of one turn.
     max_episode_tokens: Positive[int] = 16_384
     # Longest prompt in tokens. environment.long_prompts says what happens to longer ones.
     max_prompt_tokens: Positive[int] = 2048
@@ -236,8 +236,8 @@ class ObjectiveConfig:
     # What advantages are divided by: the standard deviation of the batch, that of the prompt's group, or nothing. maxrl
     # takes rewards of 1 and 0 and divides by the group's mean.
     advantage_normalization: Literal["batch", "prompt", "none", "maxrl"] = "batch"
-    # What an advantage is of: the whole completion, or each turn of an episode, by the rewards of that turn and all
-    # behind it beside the same turn of the prompt's other episodes.
+    # What has an advantage: the whole completion, or each turn of an episode, whose rewards from that turn on are
+    # compared with those of the same turn in the prompt's other episodes.
     credit: Literal["episode", "turn"] = "episode"
     # Completions that the token budget cuts: exclude leaves them out of the loss, penalize gives them a reward of -1.
     truncated: Literal["exclude", "penalize"] = "exclude"
@@ -269,7 +269,7 @@ class ObjectiveConfig:
     # student_topk: by the reverse KL over the policy's own top distill.k tokens.
     distill: Literal["none", "sampled", "topk_forward", "student_topk"] = "none"
     distill_weight: Positive[float] = 1.0  # Coefficient of the divergence from the teacher, in nats.
-    # Coefficient of the rewards' advantages. 0 beside distill: only the teacher is learned from.
+    # Coefficient of the rewards' advantages. With 0 the policy learns from the teacher alone.
     reward_weight: NotNegative[float] = 1.0
 
 
@@ -300,7 +300,7 @@ class LoraConfig:
 
 @dataclasses.dataclass
 class OptimizerConfig:
-    learning_rate: Positive[float] = 5e-7  # Learning rate of AdamW, constant after the warm-up.
+    learning_rate: Positive[float] = 5e-7  # Peak learning rate of AdamW, reached after the warm-up.
     warmup_steps: NotNegative[int] = 100  # Steps of the linear warm-up.
     # Steps after the warm-up in which the learning rate falls linearly to 0. 0: it stays constant.
     decay_steps: NotNegative[int] = 0
@@ -405,7 +405,7 @@ class EvaluationConfig:
     every: Positive[int] = 100  # Steps between two evaluations. There is one at step 0 and one at the end, too.
     prompts: Positive[int] = 1000  # How many held-out prompts are evaluated.
     samples: Positive[int] = 16  # Completions of each of them.
-    # How many servers evaluate while the others go on. 0: all of them, and training waits.
+    # How many servers evaluate while the others sample for training. 0: all of them, and training waits.
     servers: NotNegative[int] = 0
 
 
