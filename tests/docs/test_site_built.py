@@ -134,7 +134,7 @@ def test_generated_pages_hold_it_all(site) -> None:
     api = (site / "reference" / "api" / "index.html").read_text(encoding="utf-8")
     for name in ("scaling.fit_sigmoid", "model.load_hf", "objective.policy_loss", "environments.Score"):
         assert f"scalerl_jax.{name}" in api
-    assert "what filters, the curriculum and pass rates look at" in api  # a comment beside a field
+    assert "used by filters, the curriculum and pass rates" in api  # a comment beside a field
 
 
 def test_programs_find_their_way(site) -> None:
