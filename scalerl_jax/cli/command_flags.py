@@ -7,6 +7,7 @@ Each function may be called more than once. The flags of the config are not absl
 from absl import flags
 
 FLAGS = flags.FLAGS
+_SERVERS = "Rollout servers, as host:port,..., file:PATH or dns:///name:port. Empty: local ones are started."
 _WITH_PARENT = "Save and exit at the end of standard input, with the parent process."
 _ALLOW = "Config fields, NAME,..., that may have other values than before although that changes what is learned."
 
@@ -14,10 +15,7 @@ _ALLOW = "Config fields, NAME,..., that may have other values than before althou
 def train() -> None:
     if "workdir" not in FLAGS:
         flags.DEFINE_string("workdir", None, "Folder of the run. A run found there is continued.", required=True)
-        flags.DEFINE_string(
-            "servers", "", "Rollout servers, as host:port,..., file:PATH or dns:///name:port. Empty: local ones are "
-            "started.",
-        )  # fmt: skip
+        flags.DEFINE_string("servers", "", _SERVERS)
         flags.DEFINE_list("allow", [], _ALLOW)
         flags.DEFINE_integer(
             "metrics_port", None, "Port that serves the metrics to Prometheus over HTTP; 0 takes any free one. Not "
@@ -71,10 +69,7 @@ def evaluate() -> None:
         flags.DEFINE_integer(
             "prompts", 0, "At most so many prompts of each environment; 0: as the config says.", lower_bound=0
         )
-        flags.DEFINE_string(
-            "servers", "", "Rollout servers, as host:port,..., file:PATH or dns:///name:port. Empty: local ones are "
-            "started.",
-        )  # fmt: skip
+        flags.DEFINE_string("servers", "", _SERVERS)
         flags.DEFINE_bool("take", False, "Take servers away, for good, from the trainer whose weights they hold.")
         flags.DEFINE_string(
             "out", "", "Folder of the results; an evaluation found there is continued. Default: evaluations/ in the "
