@@ -43,7 +43,7 @@ from scalerl_jax.model.hf import load_hf
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.model.lora import write_adapter
 from scalerl_jax.model.safetensors_folder import Tensors
-from scalerl_jax.run import compute_dtype, continuing, jsonl
+from scalerl_jax.run import continuing, jsonl
 from scalerl_jax.run.folder import RunFolder, explain_write_errors
 from scalerl_jax.run.progress import ProgressLine
 from scalerl_jax.system import files, signals
@@ -208,7 +208,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
     signals.expect("interrupted before the first update: the same command begins again")
     with explain_write_errors(workdir), contextlib.ExitStack() as stack:
         # ---- 1. The run folder; nothing to do if the model exists --------------------------------------------------
-        chosen = compute_dtype.settle(config, workdir)
+        chosen = continuing.settle_dtypes(config, workdir)
         with entry.user_mistakes():
             kept = relevant(config)
         folder = stack.enter_context(RunFolder(workdir, kept, allow=allow, warm_start=True))

@@ -35,7 +35,7 @@ from scalerl_jax.learner.optimizer import learning_rate, step_scale
 from scalerl_jax.learner.trainer import Trainer
 from scalerl_jax.model.hf import load_hf
 from scalerl_jax.report import summary
-from scalerl_jax.report.writer import ReportWriter
+from scalerl_jax.report.page import ReportWriter
 from scalerl_jax.rollouts import pacing
 from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.fleet import Fleet
@@ -43,7 +43,7 @@ from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.parity import Parity
 from scalerl_jax.rollouts.status import WaitTimes
 from scalerl_jax.rollouts.weights.publisher import SyncStats
-from scalerl_jax.run import collapse_guard, compute_dtype, inputs, setup
+from scalerl_jax.run import collapse_guard, continuing, inputs, setup
 from scalerl_jax.run.collapse_guard import Collapsed, CollapseGuard
 from scalerl_jax.run.evaluations import Evaluations
 from scalerl_jax.run.exporter import TrainerMetrics
@@ -79,7 +79,7 @@ def train(config: Config) -> None:
             lead = enter(config, FLAGS, stack)
 
         # ---- 1. The run folder; what the run starts from; its servers ------------------------------------------------
-        chosen = compute_dtype.settle(config, FLAGS.workdir)
+        chosen = continuing.settle_dtypes(config, FLAGS.workdir)
         folder = stack.enter_context(RunFolder(FLAGS.workdir, config, allow=FLAGS.allow))
         if FLAGS.from_step is not None:
             print(collapse_guard.go_back(FLAGS.workdir, FLAGS.from_step), file=sys.stderr)

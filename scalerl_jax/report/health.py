@@ -9,8 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalerl_jax.report.log_rows import Row
-from scalerl_jax.report.numbers import groups_of, rounded, thinned
+from scalerl_jax.report.log_rows import Row, groups_of, rounded, thinned
 from scalerl_jax.run import alarms as alarms_lib
 from scalerl_jax.run.collapse import first_collapse
 

@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalerl_jax.report.log_rows import Row
-from scalerl_jax.report.numbers import rounded
+from scalerl_jax.report.log_rows import Row, rounded
 from scalerl_jax.run.jsonl import row_of
 
 READ_BYTES = 16_000_000  # of sample files: read in well under a second

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from scalerl_jax.report.log_rows import Row
-from scalerl_jax.report.numbers import rounded
+from scalerl_jax.report.log_rows import Row, rounded
 from scalerl_jax.run.jsonl import column, environments_of, evaluation_counts, hours_rate
 from scalerl_jax.scaling import SigmoidFit, calibration, fit_sigmoid, noise
 from scalerl_jax.scaling.average import AverageForecast, average_forecast

@@ -14,8 +14,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalerl_jax.report.log_rows import Row
-from scalerl_jax.report.numbers import groups_of, rounded
+from scalerl_jax.report.log_rows import Row, groups_of, rounded
 from scalerl_jax.run.ledger_file import CLASSES
 
 _MOST_INTERVALS = 300

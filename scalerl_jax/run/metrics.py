@@ -10,9 +10,9 @@ from scalerl_jax.config import Config
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.learner.batch import Batch
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
+from scalerl_jax.run.alarms import LearningWatch
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.run.jsonl import read_rows
-from scalerl_jax.run.learning_watch import LearningWatch
 from scalerl_jax.run.progress import ProgressLine
 
 

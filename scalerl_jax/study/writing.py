@@ -15,7 +15,7 @@ from rich.table import Table
 
 from scalerl_jax.config import Config
 from scalerl_jax.report import page
-from scalerl_jax.report.numbers import rounded
+from scalerl_jax.report.log_rows import rounded
 from scalerl_jax.report.score import curve
 from scalerl_jax.run.jsonl import column
 from scalerl_jax.scaling import readers
