@@ -266,16 +266,16 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
         folder.resume(start)
         line = stack.enter_context(ProgressLine("warm start", updates=config.sft.max_steps, step=start))
         parameters = sum(x.size for x in jax.tree.leaves(trainer.state["params"]))
-        line.say(f"warm start: {parameters / 1e6:.2f}M parameters, {config.sft.max_steps} updates, from update {start}")
+        line.log(f"warm start: {parameters / 1e6:.2f}M parameters, {config.sft.max_steps} updates, from update {start}")
         for remark in (*chosen, trainer.attention_note, *traces.notes):
-            line.say(f"warm start: {remark}")
+            line.log(f"warm start: {remark}")
         if there:
-            line.say(f"warm start: {out} is of the config before, and is replaced at the end")
+            line.log(f"warm start: {out} is of the config before, and is replaced at the end")
         evaluated = ""
         if held_out and not start:
             loss = evaluation_loss(trainer, held_out)
             folder.metrics(0, {"evaluation_loss": loss})
-            line.say(f"warm start: evaluation loss {loss:.4f} before the first update")
+            line.log(f"warm start: evaluation loss {loss:.4f} before the first update")
 
         # ---- 4. The loop -------------------------------------------------------------------------------------------
         rate = jax.jit(schedule_of(config))
@@ -308,7 +308,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             model, adapter = os.path.abspath(config.sft.model_path), folder.path("adapter")
             trained = trainer.state["params"]
             write_adapter(adapter, trained, trainer.lora, model=model, base=trainer.base, replace=True)
-            line.say(f"warm start: wrote {adapter}")
+            line.log(f"warm start: wrote {adapter}")
         write_model_folder(
             out,
             params=trainer.policy,
@@ -319,7 +319,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
         )
         if os.path.exists(folder.path(_OUTDATED)):
             os.remove(folder.path(_OUTDATED))
-        line.say(f"warm start: wrote {out}")
+        line.log(f"warm start: wrote {out}")
 
 
 def run() -> None:

@@ -185,10 +185,10 @@ def train(config: Config) -> None:
         # ---- 4. Watching, evaluating, saving and logging -------------------------------------------------------------
         line = stack.enter_context(ProgressLine("train", updates=config.max_steps, step=start))
         report = stack.enter_context(ReportWriter(folder.workdir))
-        forecast = stack.enter_context(LiveForecast(updates=config.max_steps, say=line.say))
-        parity = Parity(config, expected=given.expected, score=trainer.score, fleet=fleet, say=line.say)
+        forecast = stack.enter_context(LiveForecast(updates=config.max_steps, log=line.log))
+        parity = Parity(config, expected=given.expected, score=trainer.score, fleet=fleet, say=line.log)
         waits = WaitTimes()
-        guard = CollapseGuard(config, folder=folder, checkpoints=checkpoints, say=line.say)
+        guard = CollapseGuard(config, folder=folder, checkpoints=checkpoints, log=line.log)
         if lead is None:
             checkpoints.also = guard.kept
 
@@ -206,7 +206,7 @@ def train(config: Config) -> None:
             evaluations=evaluations, ledger=ledger, step=start,
         )  # fmt: skip
         metrics = StepMetrics(
-            config, folder=folder, tokenizer=given.tokenizer, line=line, on_row=guard.wrap(exported.row)
+            config, folder=folder, tokenizer=given.tokenizer, line=line, guard=guard, exported=exported
         )
 
         def serve_fleet() -> None:
@@ -229,7 +229,7 @@ def train(config: Config) -> None:
             remarks.append(f"going on from step {start} of {config.max_steps}")
         now = inputs.digests(config, rows.held_out, rows.train)
         for remark in (*remarks, *setup.remarks_on_changes(folder, now, step=start, fresh=found is None)):
-            line.say(remark)
+            line.log(remark)
 
         # ---- 5. The loop ---------------------------------------------------------------------------------------------
         thinks = config.rollout.thinking_budget_max > 0
@@ -254,7 +254,7 @@ def train(config: Config) -> None:
                     with waits.waiting():
                         groups = fleet.batch(number, wait=wait)
                 except NoPromptLeft as solved:  # config.curriculum.when_empty: the run ends here
-                    line.say(f"the run ends after step {number} of {config.max_steps}: {solved}")
+                    line.log(f"the run ends after step {number} of {config.max_steps}: {solved}")
                     evaluations.ask(number, wait=wait, last=True)
                     guard.raise_if_collapsed()
                     saving.save_if_due(last=True)

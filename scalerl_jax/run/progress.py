@@ -35,7 +35,7 @@ _PARTS: dict[str, Callable[[Any], str]] = {
 
 
 class ProgressLine:
-    """A context manager. `say` prints a line above the bar and leaves it there."""
+    """A context manager. `log` prints a line above the bar and leaves it there."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ProgressLine:
         if due and self._text() != self._printed:
             self._print()
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self._console.print(line)
 
     def _line(self) -> str:

@@ -48,21 +48,21 @@ class Board:
             self._refresh()
             self._live.stop()
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self._console.print(line, markup=False)
 
     def started(self, task: Task) -> None:
         task.read_progress()
         if self._live is None:
-            self.say(f"{task.name}: " + (f"goes on from step {task.step}" if task.step else "starts"))
+            self.log(f"{task.name}: " + (f"goes on from step {task.step}" if task.step else "starts"))
 
     def ended(self, task: Task) -> None:
         task.read_progress()
         if task.state == FAILED:
-            self.say(f"{task.name}: failed: {task.why} ({task.log})")
+            self.log(f"{task.name}: failed: {task.why} ({task.log})")
         elif self._live is None:
             rate = "" if task.pass_rate is None else f", held-out pass rate {task.pass_rate:.3f}"
-            self.say(f"{task.name}: finished at step {task.step}{rate}")
+            self.log(f"{task.name}: finished at step {task.step}{rate}")
 
     def show(self) -> None:
         """Updates the display; call it often. It reads the files once a second."""
@@ -77,7 +77,7 @@ class Board:
             self._refresh()
         elif now - self._printed_at >= EVERY_SECONDS:
             self._printed_at = now
-            self.say(self.line())
+            self.log(self.line())
 
     def line(self) -> str:
         """The progress in one line."""

@@ -141,10 +141,10 @@ class _Study:
             tasks = self.tasks()
             with Board(tasks, parallel=parallel) as board:
                 for line in self.starts.notes:
-                    board.say(line)
+                    board.log(line)
                 done = sum(task.state == FINISHED for task in tasks if task.is_run)
                 if done:
-                    board.say(f"{done} of {len(self.chosen)} runs are finished already")
+                    board.log(f"{done} of {len(self.chosen)} runs are finished already")
                 signals.be(signals.HOLD)
                 signals.expect("interrupted: what ran has been saved; the same command goes on")
                 Running(tasks, shared, environment, board, self.ended).until_all_have_ended()
@@ -154,7 +154,7 @@ class _Study:
         signals.be(signals.RAISE)
         return tasks
 
-    def tell(self) -> None:
+    def show_results(self) -> None:
         """Reads every run, prints the results, and writes them."""
         platforms.cpu_here()
         # Imported late, because it is large: reporting a mistake and running members for hours do not need it.
@@ -166,7 +166,7 @@ class _Study:
         found = results(self.study, self.path("runs"), x=study_flags.X.value, baseline=study_flags.BASELINE.value)
         if not found.rows:
             raise UserError(f"--workdir={self.workdir}: no run in it has an evaluation yet")
-        writing.tell(console, found)
+        writing.show(console, found)
         written = writing.write(
             self.workdir,
             self.study,
@@ -199,7 +199,7 @@ def main(given: GivenConfig) -> None:
     tasks = [] if study_flags.RESULTS_ONLY.value else one.run()
     failed = [task for task in tasks if task.state == FAILED]
     if not failed or any(task.state == FINISHED for task in tasks if task.is_run):
-        one.tell()
+        one.show_results()
     for task in failed:
         Console(stderr=True, highlight=False, emoji=False, soft_wrap=True).print(
             f"{task.name}: {task.why}", markup=False

@@ -203,7 +203,7 @@ HEADS = (
 )  # fmt: skip
 
 
-def tell(console: Console, found: Results) -> None:
+def show(console: Console, found: Results) -> None:
     for one in found.studies:
         console.print(_table(one, found.x))
         for line in sentences(one):

@@ -26,7 +26,7 @@ def test_plain_lines_every_few_seconds():
         line.update(
             step=6, pass_rate=0.5, reward=-0.125, staleness=1.25, trained_per_second=5234.0, sampled_per_second=2.5e6
         )
-        line.say("step 6: pass rate 0.612")
+        line.log("step 6: pass rate 0.612")
     lines = stream.getvalue().splitlines()
     assert lines == [
         "train 2/60  waiting 0.0 s for 10.0.0.1:50051",
@@ -43,7 +43,7 @@ def test_long_lines_and_brackets_stay_as_they_are():
     with ProgressLine("train", updates=9, stream=stream) as line:
         text = "waiting for [red]dns:///a[0] :ok: " + "x" * 300
         line.update(waiting=text)
-        line.say(text)
+        line.log(text)
     assert stream.getvalue() == f"train 0/9  {text}\n{text}\n"
 
 
@@ -58,7 +58,7 @@ SHOWS = """
 from scalerl_jax.run.progress import ProgressLine
 with ProgressLine("train", updates=9) as line:
     line.update(step=4, pass_rate=.25, waiting="waiting 1 s for [b]server")
-    line.say("a line that stays")
+    line.log("a line that stays")
 """
 
 
