@@ -105,9 +105,14 @@ def _is_wait(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_given(value[1])
 
 
-def rounded(values: Iterable[float | None]) -> list[float | None]:
+def five_digits(value: float | None) -> float | None:
     """Five significant digits; None for a missing value, an infinity or NaN."""
-    return [None if value is None or not np.isfinite(value) else float(f"{value:.5g}") for value in values]
+    return None if value is None or not np.isfinite(value) else float(f"{value:.5g}")
+
+
+def rounded(values: Iterable[float | None]) -> list[float | None]:
+    """`five_digits` of each."""
+    return [five_digits(value) for value in values]
 
 
 def groups_of(count: int, most: int = MOST_POINTS) -> list[slice]:

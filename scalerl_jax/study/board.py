@@ -1,8 +1,11 @@
-"""Progress of a study's runs: a table on a terminal; elsewhere a line when a run starts or ends, and one a minute.
+"""The processes of a study and their progress: a table on a terminal; elsewhere a line when one starts or ends, and one
+a minute.
 
 The time left is the steps left times the seconds per step so far: the run's own, else the mean of the others'.
 """
 
+import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,12 +15,57 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from scalerl_jax.study.task import FAILED, FINISHED, RUNNING, WAITING, Task
+from scalerl_jax.run.jsonl import last_row
 
+WAITING, RUNNING, FINISHED, FAILED = "waiting", "running", "finished", "failed"
 EVERY_SECONDS = 60.0  # between two lines where there is no terminal
 _READ_SECONDS = 1.0
 _AROUND = 6  # lines of the terminal not available to the table's rows
 _ORDER = {RUNNING: 0, FAILED: 1, WAITING: 2, FINISHED: 3}  # priority for display if not all fit
+
+
+@dataclasses.dataclass(eq=False)
+class Task:
+    """One process of a study: a member with one seed, or a warm start."""
+
+    name: str
+    folder: str
+    log: str
+    steps: int  # total
+    command: Callable[[], list[str]]  # evaluated at the start
+    needs: "Task | None" = None  # the task that must finish first
+    is_run: bool = True  # not a warm start
+    state: str = WAITING
+    why: str = ""  # why it failed
+    began: float = 0.0  # start time, by the same clock as its rows
+    step: int = 0
+    pass_rate: float | None = None  # of the latest held-out evaluation
+    first: tuple[int, float] | None = None  # (step, time in seconds) of the first row seen while it ran
+    latest: tuple[int, float] | None = None  # of the last row
+    _seen: tuple[int, ...] = ()  # sizes of the files when they were last read
+
+    def read_progress(self) -> None:
+        """Reads its progress from the ends of its files, if they have grown."""
+        paths = [os.path.join(self.folder, name) for name in ("metrics.jsonl", "evals.jsonl")]
+        sizes = tuple(os.path.getsize(path) if os.path.exists(path) else 0 for path in paths)
+        if sizes == self._seen:
+            return
+        self._seen = sizes
+        update, evaluation = map(last_row, paths)
+        if evaluation is not None and isinstance(evaluation.get("pass_rate"), float):
+            self.pass_rate = evaluation["pass_rate"]
+        if update is not None:
+            self.step = update["step"]
+            if self.state == RUNNING and isinstance(update.get("time"), float) and update["time"] > self.began:
+                self.latest = (update["step"], update["time"])
+                self.first = self.first or self.latest
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Measured since it was started; None if not known yet."""
+        if self.first is None or self.latest is None or self.latest[0] <= self.first[0]:
+            return None
+        return max(0.0, self.latest[1] - self.first[1]) / (self.latest[0] - self.first[0])
 
 
 class Board:

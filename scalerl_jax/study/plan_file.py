@@ -115,10 +115,8 @@ def newest_step(folder: str) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """Progress of one run folder."""
+    """What a study makes of one run folder."""
 
-    begun: bool
-    saved: int  # the newest checkpoint's step; 0 without one
     finished: bool
     moved: bool = False  # the study's folder was moved after the run started, so its model's path has changed
 
@@ -132,7 +130,7 @@ def standing(folder: str, config: Config, *, ended: int | None = None) -> Standi
     saved = newest_step(folder)
     evaluated = last_row(os.path.join(folder, "evals.jsonl"))
     if not os.path.isfile(path) or (saved is None and evaluated is None):
-        return Standing(False, 0, False)
+        return Standing(finished=False)
     try:
         changes = continuing.changes(read_object(path), config)
     except (ValueError, ConfigError) as error:
@@ -143,7 +141,7 @@ def standing(folder: str, config: Config, *, ended: int | None = None) -> Standi
     moved = next((_tail(str(one.before)) == _tail(str(one.now)) for one in changes if one.name == _MODEL), False)
     last = evaluated["step"] if evaluated is not None else -1
     finished = saved == last == config.max_steps or (saved is not None and saved == ended)
-    return Standing(True, saved or 0, finished, moved)
+    return Standing(finished, moved)
 
 
 def _tail(path: str) -> list[str]:

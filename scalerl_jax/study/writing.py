@@ -1,6 +1,7 @@
 """The results of a study as files: study.json, evaluations.csv, study.html. Each is written whole or not at all."""
 
 import csv
+import dataclasses
 import io
 import json
 import os
@@ -118,21 +119,14 @@ def _document(
 
 
 def _study_document(one: StudyResults) -> dict[str, Any]:
-    margin = one.margin
     return {
         "baseline": one.baseline,
         "members": [_member_document(member) for member in one.members],
         "not_evaluated": one.missing,
         "comparison": None if one.comparison is None else comparison_document(one.comparison),
-        "margin": None if margin is None else {
-            "seeds": margin.seeds,
-            "asymptote": margin.asymptote,
-            "asymptote_noise": margin.asymptote_noise,
-            "last_quarter": margin.last,
-            "last_quarter_noise": margin.last_noise,
-        },
+        "margin": None if one.margin is None else dataclasses.asdict(one.margin),
         "sentences": sentences(one),
-    }  # fmt: skip
+    }
 
 
 def _member_document(one: Member) -> dict[str, Any]:
