@@ -194,37 +194,6 @@ def test_a_warm_start_shows_its_loss(tmp_path):
     assert embedded(render({"written": 0.0, "runs": [run]}))["runs"][0]["kind"] == "warm start"
 
 
-@pytest.mark.parametrize(
-    ("name", "line", "said"),
-    [
-        ("metrics.jsonl", b"garbage", "row 4 is not JSON"),
-        ("metrics.jsonl", b"[1, 2]", "row 4 is not an object"),
-        ("metrics.jsonl", b"null", "row 4 is not an object"),
-        ("metrics.jsonl", b"{}", "row 4 has no step"),
-        ("metrics.jsonl", b'{"step": 4}', "row 4 has no 'time'"),
-        ("metrics.jsonl", b'{"step": 4, "time": "a"}', "row 4 has a 'time' that is not a number: a"),
-        ("metrics.jsonl", b'{"step": 4, "time": 1, "reward": "high"}', "row 4 has a 'reward' that is not a number"),
-        ("metrics.jsonl", b'{"step": 4, "time": 1, "compute": 3}', "row 4 has a 'compute' that is not an object"),
-        ("metrics.jsonl", b'{"step": 4, "time": 1, "compute": {"a": []}}', "'compute' whose 'a' is not a number"),
-        ("metrics.jsonl", b'{"step": 4, "time": 1, "waited_for": [3]}', "'waited_for' that is not a list of pairs"),
-        ("metrics.jsonl", b'{"step": 4, "time": 1, "reward": "\xff"}', "row 4 is not UTF-8"),
-        ("evals.jsonl", b'{"step": 4, "time": 1}', "row 4 has no 'pass_rate'"),
-        ("rollouts/step-00000005.jsonl", b"[]", "row 4 is not an object"),
-        ("rollouts/step-00000005.jsonl", b'{"step": 5}', "row 4 has no 'group'"),
-        ("config.json", b"\xff", "is not JSON"),
-    ],
-)
-def test_garbage_in_a_run_is_one_line_that_names_it(tmp_path, name, line, said):
-    folder = run_folders.write_run(tmp_path / "run", updates=8)
-    path = pathlib.Path(folder, name)
-    lines = path.read_bytes().split(b"\n")
-    path.write_bytes(b"\n".join([*lines[:3], line, *lines[3:]]) if name != "config.json" else line)
-    with pytest.raises(UserError) as caught:
-        report([folder], None)
-    assert said in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
-    assert not pathlib.Path(folder, "report.html").exists()
-
-
 def test_where_things_lie_is_not_told(run, data):
     assert str(pathlib.Path(run).parent) not in json.dumps(data)
     assert ["telemetry.samples_every", "5"] in data["config"]

@@ -15,6 +15,7 @@ from scalerl_jax.run.jsonl import read_rows
 from tests.report import run_folders
 from tests.support.evaluations import counted
 
+MARKUP = {"prompt": "[bold]1+1=\n", "finish_reason": "stop"}
 HOURS = ("trainer_busy", "trainer_idle", "generator_busy", "generator_idle")
 
 
@@ -25,23 +26,6 @@ def compute(step):
     for side in ("trainer", "generator"):
         row |= {f"{side}_evaluation_hours": 0.003 * step, f"{side}_setup_hours": 0.02}
     return row | {"sampled_tokens": 2000 * step, "trained_tokens": 1500 * step, "evaluation_tokens": 1234}
-
-
-def sample(step, group, *, correct, completion):
-    return {
-        "group": group,
-        "index": 0,
-        "prompt": f"[bold]{group}+1=\n",
-        "answer": str(group + 1),
-        "completion": completion,
-        "token_ids": [5],
-        "logprobs": [-0.5],
-        "versions": [(step - 1, 0, 1)],
-        "forced": [],
-        "verdict": correct,
-        "reward": 1.0 if correct else -1.0,
-        "finish_reason": "stop",
-    }
 
 
 def make_run(path, *, updates, every, pass_rate, prompts=100, samples=4) -> str:
@@ -61,9 +45,7 @@ def make_run(path, *, updates, every, pass_rate, prompts=100, samples=4) -> str:
                 }
                 run.metrics(step, values)
             if step and run.wants_rollouts(step):
-                run.rollouts(
-                    step, [sample(step, g, correct=g % 2 == 0, completion=f"[/x]say {step}") for g in range(5)]
-                )
+                run.rollouts(step, [run_folders.sample(step, g, f"[/x]say {step}", **MARKUP) for g in range(5)])
             if step % every == 0 or step == updates:
                 right = round(pass_rate(step) * prompts * samples)
                 passes = [right // prompts + (i < right % prompts) for i in range(prompts)]
@@ -169,7 +151,7 @@ def test_three_completions_of_the_latest_sample(run):
     """Whatever they say, brackets included, stands there as it is."""
     _, text = run
     assert text.count("step 60, ") == 3 + 1  # and the table's
-    assert "step 60, right (answer 1, stop)\n[bold]0+1=\n[/x]say 60" in text
+    assert "step 60, right (answer 1, stop)\n[bold]1+1=\n[/x]say 60" in text
     assert "step 60, wrong (answer 2, stop)\n[bold]1+1=\n[/x]say 60" in text
 
 
