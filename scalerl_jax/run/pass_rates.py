@@ -89,7 +89,7 @@ class Sample:
 
     correct: bool
     reward: float
-    answer: str | None  # the answer found in it; None: no vote
+    voted: str | None  # the answer found in it; None: no vote
     tokens: int  # sampled
     truncated: bool
     interrupted: bool
@@ -112,7 +112,7 @@ def of_groups(groups: Sequence[FinishedGroup]) -> list[Prompt]:
                 Sample(
                     correct=score.correct,
                     reward=score.reward,
-                    answer=score.answer,
+                    voted=score.answer,
                     tokens=len(completion.sampled_ids()),
                     truncated=completion.finish_reason == "length",
                     interrupted=completion.interrupted,
@@ -145,7 +145,7 @@ def numbers(prompts: Sequence[Prompt]) -> dict[str, Any]:
     """
     count = len(prompts[0].samples)
     correct = [[sample.correct for sample in prompt.samples] for prompt in prompts]
-    answers = [[sample.answer for sample in prompt.samples] for prompt in prompts]
+    answers = [[sample.voted for sample in prompt.samples] for prompt in prompts]
     rates = [sum(row) / count for row in correct]
     samples = [sample for prompt in prompts for sample in prompt.samples]
     low, high = interval(rates)

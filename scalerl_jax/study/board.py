@@ -71,18 +71,11 @@ class Task:
 class Board:
     """Shows the progress; use it as a context manager."""
 
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        *,
-        parallel: int,
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._tasks, self._parallel, self._clock = tasks, parallel, clock
-        self._console = console or Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
+    def __init__(self, tasks: Sequence[Task], *, parallel: int):
+        self._tasks, self._parallel = tasks, parallel
+        self._console = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
-        self._read_at = self._printed_at = clock()
+        self._read_at = self._printed_at = time.monotonic()
         for task in tasks:
             task.read_progress()
 
@@ -114,7 +107,7 @@ class Board:
 
     def show(self) -> None:
         """Updates the display; call it often. It reads the files once a second."""
-        now = self._clock()
+        now = time.monotonic()
         if now - self._read_at < _READ_SECONDS:
             return
         self._read_at = now

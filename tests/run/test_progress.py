@@ -19,7 +19,7 @@ class Clock:
 
 def test_plain_lines_every_few_seconds():
     clock, stream = Clock(), io.StringIO()
-    with ProgressLine("train", updates=60, step=2, stream=stream, clock=clock, every_seconds=5) as line:
+    with ProgressLine("train", updates=60, step=2, stream=stream, clock=clock) as line:
         for tick in range(100):
             clock.now = tick * 0.2
             line.update(step=2 + tick // 25, waiting=f"waiting {tick * 0.2:.1f} s for 10.0.0.1:50051")
