@@ -28,9 +28,9 @@ from scalerl_jax.config_io import GivenConfig
 from scalerl_jax.run.folder import acquire_lock
 from scalerl_jax.study import members, running
 from scalerl_jax.study.board import FAILED, FINISHED, Board, Task
+from scalerl_jax.study.members import Starts, WarmStart, starts
 from scalerl_jax.study.plan_file import PlanFile, Standing, newest_step, standing
 from scalerl_jax.study.running import Running
-from scalerl_jax.study.warm_start import Starts, WarmStart, starts
 from scalerl_jax.system import files, platforms, signals
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"

@@ -25,8 +25,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.config_check import ConfigError, leaves
 from scalerl_jax.run import continuing
 from scalerl_jax.run.jsonl import last_row
-from scalerl_jax.study.members import Study
-from scalerl_jax.study.warm_start import Starts
+from scalerl_jax.study.members import Starts, Study
 from scalerl_jax.system.files import read_object, write_whole
 
 FILE = "plan.json"

@@ -10,8 +10,8 @@ from scalerl_jax.cli.entry import UserError
 from scalerl_jax.config_io import GivenConfig, load_file
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.study import members
+from scalerl_jax.study.members import Starts
 from scalerl_jax.study.plan_file import PlanFile, is_held, standing
-from scalerl_jax.study.warm_start import Starts
 from tests.study.studies import TINY, write_run, write_studies
 
 
