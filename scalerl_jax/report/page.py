@@ -1,9 +1,9 @@
-"""The page of runs: its data, read from the run folders; its file, put together and written whole or not at all; and
-the trainer's thread that writes it.
+"""The page of runs: its file, its data, and the trainer's thread that writes it.
 
-The file has markup, style, chart library, scripts and data. Data is one block of JSON that no browser runs (type
-application/json), in ASCII and without "<", so that nothing in it can end the block. The policy in the head allows only
-scripts and styles with the hashes of the parts below; the page loads and sends nothing.
+The file has markup, style, chart library, scripts and data; it is written whole or not at all. Data is one block of
+JSON that no browser runs (type application/json), in ASCII and without "<", so that nothing in it can end the block.
+The policy in the head allows only scripts and styles with the hashes of the parts below; the page loads and sends
+nothing.
 
 A trainer's report is written at each evaluation on a separate thread, so that training does not wait for it. At most
 one page is being made; evaluations that come meanwhile request one more, however many they are. A page that cannot be

@@ -1,5 +1,6 @@
-"""Metrics of an evaluation, and their table for people: P prompts with n completions each, c of them correct, k of them
-considered.
+"""Metrics of an evaluation, and their table for people.
+
+For P prompts with n completions each, c of them correct, k of them considered:
 
     mean@n        mean over prompts of c / n
     pass@k        mean over prompts of 1 - C(n - c, k) / C(n, k)           (Chen et al. 2021, unbiased)

@@ -1,7 +1,7 @@
-"""The processes of a study and their progress: a table on a terminal; elsewhere a line when one starts or ends, and one
-a minute.
+"""The processes of a study, and their progress as people see it.
 
-The time left is the steps left times the seconds per step so far: the run's own, else the mean of the others'.
+On a terminal it is a table; elsewhere a line when a process starts or ends, and one a minute. The time left is the
+steps left times the seconds per step so far: the run's own, else the mean of the others'.
 """
 
 import dataclasses

@@ -35,6 +35,11 @@ def saved(run: Run) -> list[str]:
     return os.listdir(run.path("checkpoints")) if os.path.isdir(run.path("checkpoints")) else []
 
 
+def saved_steps(run: Run) -> list[int]:
+    """The steps of the checkpoints that are whole, in order."""
+    return sorted(int(name) for name in saved(run) if name.isdigit())
+
+
 def damage(run: Run, step: int) -> None:
     """Flips one bit in the largest file of a checkpoint."""
     files = [path for path in pathlib.Path(run.path("checkpoints", str(step), "state")).rglob("*") if path.is_file()]

@@ -66,12 +66,10 @@ def test_agents_are_trained_on_as_they_were_sampled(tmp_path, flags, start):
     run.start().finish()
 
     rows, config = run.metrics, config_of(flags)
-    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert len(rows) == 8
     check_rows(rows, config)
     assert rows[0]["lag_max"] == 0 and rows[0]["mismatch"] < 1e-4  # a path fed otherwise would have other log-probs
     assert max(row["lag_max"] for row in rows) <= config.pacing.max_off_policy_steps
-    groups = [number for row in rows for number, _ in row["groups"]]
-    assert groups == list(range(8 * config.rollout.prompts_per_step))
     assert 1 < np.mean([row["score/branches"] for row in rows]) < 2
     assert sum(row["score/ended/failed"] for row in rows) > 0
     assert sum(row["score/ended/max_turns"] for row in rows) > 0
