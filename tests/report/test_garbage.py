@@ -37,7 +37,9 @@ def test_one_line_names_it(tmp_path, name, garbage):
         ("metrics.jsonl", b"[1, 2]", "is not an object"),
         ("metrics.jsonl", b"null", "is not an object"),
         ("metrics.jsonl", b"{}", "has no step"),
+        ("metrics.jsonl", b'{"step": 4}', "has no 'time'"),
         ("metrics.jsonl", b'{"step": 4, "time": 1, "reward": "\xff"}', "is not UTF-8"),
+        ("evals.jsonl", b'{"step": 4, "time": 1}', "has no 'pass_rate'"),
         ("rollouts/step-00000005.jsonl", b"[]", "is not an object"),
         ("rollouts/step-00000005.jsonl", b'{"step": 5}', "has no 'group'"),
     ],
@@ -53,13 +55,11 @@ def test_a_line_that_is_no_row_is_named(tmp_path, name, line, told):
 @pytest.mark.parametrize(
     ("name", "column", "value", "told"),
     [
-        ("metrics.jsonl", "time", None, "no 'time'"),
         ("metrics.jsonl", "time", "a", "'time' that is not a number: a"),
         ("metrics.jsonl", "reward", "high", "'reward' that is not a number"),
         ("metrics.jsonl", "compute", 3, "'compute' that is not an object"),
         ("metrics.jsonl", "compute", {"a": []}, "'compute' whose 'a' is not a number"),
         ("metrics.jsonl", "waited_for", [3], "'waited_for' that is not a list of pairs"),
-        ("evals.jsonl", "pass_rate", None, "no 'pass_rate'"),
         ("metrics.jsonl", "compute", None, "'compute' that is null"),
         ("metrics.jsonl", "waited_for", [["a", "b"]], "'waited_for' that is not a list of pairs"),
         ("metrics.jsonl", "waited_for", [[1, 2]], "'waited_for' that is not a list of pairs"),

@@ -15,7 +15,6 @@ from scalerl_jax.run.jsonl import read_rows
 from tests.report import run_folders
 from tests.support.evaluations import counted
 
-MARKUP = {"prompt": "[bold]1+1=\n", "finish_reason": "stop"}
 HOURS = ("trainer_busy", "trainer_idle", "generator_busy", "generator_idle")
 
 
@@ -26,6 +25,12 @@ def compute(step):
     for side in ("trainer", "generator"):
         row |= {f"{side}_evaluation_hours": 0.003 * step, f"{side}_setup_hours": 0.02}
     return row | {"sampled_tokens": 2000 * step, "trained_tokens": 1500 * step, "evaluation_tokens": 1234}
+
+
+def sample(step, group):
+    """One whose texts look like markup."""
+    said = {"completion": f"[/x]say {step}", "prompt": f"[bold]{group}+1=\n", "finish_reason": "stop"}
+    return run_folders.sample(step, group, **said)
 
 
 def make_run(path, *, updates, every, pass_rate, prompts=100, samples=4) -> str:
@@ -45,7 +50,7 @@ def make_run(path, *, updates, every, pass_rate, prompts=100, samples=4) -> str:
                 }
                 run.metrics(step, values)
             if step and run.wants_rollouts(step):
-                run.rollouts(step, [run_folders.sample(step, g, f"[/x]say {step}", **MARKUP) for g in range(5)])
+                run.rollouts(step, [sample(step, group) for group in range(5)])
             if step % every == 0 or step == updates:
                 right = round(pass_rate(step) * prompts * samples)
                 passes = [right // prompts + (i < right % prompts) for i in range(prompts)]
@@ -151,7 +156,7 @@ def test_three_completions_of_the_latest_sample(run):
     """Whatever they say, brackets included, stands there as it is."""
     _, text = run
     assert text.count("step 60, ") == 3 + 1  # and the table's
-    assert "step 60, right (answer 1, stop)\n[bold]1+1=\n[/x]say 60" in text
+    assert "step 60, right (answer 1, stop)\n[bold]0+1=\n[/x]say 60" in text
     assert "step 60, wrong (answer 2, stop)\n[bold]1+1=\n[/x]say 60" in text
 
 
