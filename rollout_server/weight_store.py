@@ -11,21 +11,24 @@ Tensors are views into the copy, never copies of it. No gRPC and no event loop h
 
 import collections
 import math
-import weakref
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from rollout_server.engines.engine import Changes, EngineInfo
-from rollout_server.staging import Staging
 from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.chunks import Chunk, crc32
 from scalerl_jax.contract.limits import MAXIMUM_BLOCKS, MAXIMUM_CHUNK_BYTES, MAXIMUM_PARTS
 from scalerl_jax.contract.weight_delta import MAXIMUM_DELTA_SHARE, MAXIMUM_ELEMENTS, Change, Sparse, decode, digest
 from scalerl_jax.contract.weight_parts import Block, Blocks, Box, check_box, check_cover
 
 # Each chunk needs some bookkeeping, so their number is bounded too: 1 TiB in chunks of 1 MiB.
 MAXIMUM_CHUNKS = 2**20
+
+# A chunk that is wrong this often shows that the link or the sender is broken.
+MAXIMUM_ATTEMPTS = 8
 
 
 class FullSyncNeeded(ValueError):
@@ -47,6 +50,78 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16)
 
 
+class Staging:
+    """One version, or part of one, that is being received: chunks in any order, each checked, until none is missing.
+
+    It knows nothing of the bytes' meaning.
+    """
+
+    def __init__(self, header: pb.WeightHeader, buffer: np.ndarray, *, refused: Callable[[], None] = lambda: None):
+        """Fills `buffer` [payload_bytes] uint8. refused: called for each chunk whose checksum is wrong."""
+        self.header = header
+        self.target = codec.version_from_proto(header.target)
+        self._refused = refused
+        self.seconds = 0.0  # header to last good chunk
+        self._chunk_bytes = header.chunk_bytes
+        self._buffer = buffer.data  # slices of a memoryview accept bytes without a copy
+        self._began = time.monotonic()
+        self._good = np.zeros(-(-len(buffer) // header.chunk_bytes), bool)  # [chunks]
+        self.chunks = self.waiting = len(self._good)  # number of chunks; number not yet good
+        # Arrays, so that each chunk costs only a few bytes.
+        self._attempts = np.zeros(len(self._good), np.uint8)  # how often it was wrong
+        self._asked = np.zeros(len(self._good), bool)  # requested again and not received since
+
+    @property
+    def is_delta(self) -> bool:
+        return self.header.HasField("base")
+
+    @property
+    def complete(self) -> bool:
+        return self.waiting == 0
+
+    @property
+    def payload(self) -> np.ndarray:
+        """[payload_bytes] uint8; only once complete."""
+        assert self.complete
+        return np.frombuffer(self._buffer, np.uint8)
+
+    def put(self, chunk: Chunk) -> bool:
+        """Stores one chunk. Returns False if its checksum is wrong and it must be sent again.
+
+        Raises ValueError where sending it again would not help.
+        """
+        index, data = chunk.index, chunk.data
+        if index >= self.chunks:
+            raise ValueError(f"chunk {index} of {self.chunks}")
+        self._asked[index] = False
+        if crc32(data) != chunk.crc32:
+            self._refused()
+            if self._good[index]:
+                return True  # a good copy is here already
+            self._attempts[index] += 1
+            if self._attempts[index] >= MAXIMUM_ATTEMPTS:
+                raise ValueError(f"the checksum of chunk {index} was wrong {MAXIMUM_ATTEMPTS} times")
+            self._asked[index] = True
+            return False
+        start = index * self._chunk_bytes
+        size = min(self._chunk_bytes, len(self._buffer) - start)
+        if len(data) != size:
+            raise ValueError(f"chunk {index} has {len(data)} bytes, not {size}")
+        if not self._good[index]:
+            self._buffer[start : start + size] = data
+            self._good[index] = True
+            self.waiting -= 1
+            if self.complete:
+                self.seconds = time.monotonic() - self._began
+        return True
+
+    def ask(self) -> list[int]:
+        """Returns the missing chunks that were not requested again yet, and marks them as requested."""
+        missing = np.flatnonzero(~self._good & ~self._asked)
+        self._asked[missing] = True
+        return missing.tolist()
+
+
 class WeightStore:
     """Checks headers against the tensors of the engine's model, and owns the host copy."""
 
@@ -60,12 +135,10 @@ class WeightStore:
         self._offsets: dict[str, int] = {}  # of each tensor in the buffer, in bytes
         self.held: codec.Version | None = None
         self.chunks_refused = 0  # with a wrong checksum, since the start of the process
-        self._newest: weakref.ref[Staging] | None = None  # weak: the caller owns its buffer
 
-    def check_parts(self, headers: Iterable[pb.WeightHeader]) -> None:
+    def check_parts(self, headers: Sequence[pb.WeightHeader]) -> None:
         """Raises ValueError where these parts of one version take more memory than the weights do, or a tensor has more
         than MAXIMUM_PARTS blocks."""
-        headers = list(headers)
         blocks: collections.Counter[str] = collections.Counter()
         for header in headers:
             blocks.update({tensor.name: len(tensor.blocks) for tensor in header.tensors})
@@ -206,17 +279,10 @@ class WeightStore:
         else:
             self.held, buffer = None, self._buffer
             self._place(header)
-        staging = Staging(header, buffer, refused=self._count_refused)
-        self._newest = weakref.ref(staging)
-        return staging
+        return Staging(header, buffer, refused=self._count_refused)
 
     def _count_refused(self) -> None:
         self.chunks_refused += 1
-
-    @property
-    def _staging(self) -> Staging | None:
-        """The latest Staging, while a push holds it."""
-        return self._newest() if self._newest is not None else None
 
     def _place(self, header: pb.WeightHeader) -> None:
         """Sets the offset of each tensor of a dense version in the host copy."""
