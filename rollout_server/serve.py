@@ -34,11 +34,12 @@ from rollout_server import serve_flags as given
 from rollout_server.connections import raise_file_limit
 from rollout_server.engines.engine import Engine, EngineOptions
 from rollout_server.engines.make import ENGINES, UsageError
-from rollout_server.service import RolloutServer
+from rollout_server.service import RolloutServer, serve_metrics
 from scalerl_jax.contract import security
 from scalerl_jax.contract.limits import STOP_SECONDS
 from scalerl_jax.contract.security import OPEN, Access
 from scalerl_jax.system import ending
+from scalerl_jax.system.files import write_whole
 
 MakeEngine = Callable[[], Awaitable[Engine]]
 Interceptors = Callable[[], Sequence[grpc.aio.ServerInterceptor]]
@@ -103,16 +104,12 @@ async def serve(
     name, identity = engine.info.name, server.service.server_id
     logging.info("%s engine at %s:%d, open to %s; server %s", name, host, server.port, access.words(host), identity)
     if metrics is not None:
-        from rollout_server import server_metrics
-
         try:
-            endpoint = server_metrics.tell(server.service, *metrics)
+            endpoint = serve_metrics(server.service, *metrics)
         except ValueError as error:
             raise UsageError(str(error)) from None
         logging.info("metrics at http://%s:%d/metrics", metrics[0], endpoint.port)
     if port_file:
-        from scalerl_jax.system.files import write_whole
-
         write_whole(port_file, f"{server.port}\n", durable=False)
 
     # 3. Wait for the end. A server whose engine has failed ends too: its supervisor can restart it.
