@@ -199,8 +199,9 @@ class RolloutServer:
         self._watching: asyncio.Task[RuntimeError] | None = None
         self._checker, self._quiet = _Health(), QuietLog(log)
         bounded = bounds(engine.info)
+        guard = Guard(bounded, lambda peer: self._connections.let_in(peer))
         self._server = grpc.aio.server(
-            interceptors=[*access.interceptors(), Guard(bounded, self._let_in), *interceptors],
+            interceptors=[*access.interceptors(), guard, *interceptors],
             options=SERVER_OPTIONS,
             # Four more for health, reflection and later services, each with the bound OTHERS.
             maximum_concurrent_rpcs=sum(bound.calls for bound in bounded.values()) + 4 * OTHERS.calls,
@@ -215,9 +216,6 @@ class RolloutServer:
             self.port = self._server.add_secure_port(f"{host}:{port}", access.credentials)
         self._connections = Connections(self.port)
 
-    def _let_in(self, peer: str) -> None:
-        self._connections.let_in(peer)
-
     async def start(self) -> None:
         await self._checker.set(rpc.SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
@@ -231,7 +229,7 @@ class RolloutServer:
             except RuntimeError as error:
                 return error
             if closed := self._connections.tick():
-                self._quiet.say("unknown", logging.WARNING, "%d connections closed that showed no call", closed)
+                self._quiet.log("unknown", logging.WARNING, "%d connections closed that showed no call", closed)
             await asyncio.sleep(WATCH_SECONDS)
 
     async def failure(self) -> RuntimeError:

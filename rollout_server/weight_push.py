@@ -75,11 +75,11 @@ class WeightReceiver:
             reply = pb.WeightReply(applied=await self._receive(push))
         except FullSyncNeeded as error:
             why = peer_text.details(error)
-            self._quiet.say("full_sync", logging.WARNING, "a dense version is needed: %s", why)
+            self._quiet.log("full_sync", logging.WARNING, "a dense version is needed: %s", why)
             reply = pb.WeightReply(full_sync=why)
         except ValueError as error:
             why = peer_text.details(error)
-            self._quiet.say("refused", logging.WARNING, "weights refused: %s", why)
+            self._quiet.log("refused", logging.WARNING, "weights refused: %s", why)
             reply = pb.WeightReply(refused=why)
         finally:
             self._left(push)
@@ -204,7 +204,7 @@ class WeightReceiver:
             self._applying = None
         self.versions_applied += 1
         self._activity.applied(staging.target.incarnation)
-        self._quiet.say(
+        self._quiet.log(
             "applied",
             logging.INFO,
             "step %d of trainer %d is applied: %s, %d bytes in %.2f s; checked in %.2f s, decoding stood still %.3f s",

@@ -210,7 +210,7 @@ class WeightStore:
                 raise ValueError(f"tensor {tensor.name}: {len(tensor.blocks)} blocks, more than {MAXIMUM_BLOCKS}")
             shape = self._shapes[tensor.name]
             try:
-                size = sum(check_box(box, shape) for box in _boxes(tensor))
+                size = sum(check_box(box, shape) for box in self._boxes(tensor, header))
             except ValueError as error:
                 raise ValueError(f"tensor {tensor.name}: {error}") from None
             if size > math.prod(shape):
@@ -249,9 +249,14 @@ class WeightStore:
         """Bytes of one tensor in a payload; not called for a whole dense version."""
         if not tensor.dense and header.HasField("base"):
             return tensor.gap_bytes + 2 * tensor.changed
+        return sum(self._bytes(size) for _, size in self._boxes(tensor, header))
+
+    def _boxes(self, tensor: pb.TensorInfo, header: pb.WeightHeader) -> list[Box]:
+        """The boxes in which a dense tensor is sent: its blocks, or all of it where the version is in one part."""
         if header.parts > 1:
-            return sum(self._bytes(size) for _, size in _boxes(tensor))
-        return self._bytes(self._shapes[tensor.name])
+            return [(block.start, block.size) for block in tensor.blocks]
+        shape = self._shapes[tensor.name]
+        return [((0,) * len(shape), shape)]
 
     def check_base(self, header: pb.WeightHeader) -> None:
         """Raises FullSyncNeeded where the host copy does not hold the version that a delta starts from."""
@@ -299,7 +304,7 @@ class WeightStore:
         delta's changes are then undone. Raises ValueError where the parts of a dense version do not cover it.
         """
         changes: Changes = dict.fromkeys(self._shapes)
-        undo: dict[str, np.ndarray | Change] = {}
+        undo: dict[str, Change | Blocks] = {}
         parts = (staging, *others)
         if staging.is_delta:
             changes = self._decode(parts)
@@ -327,16 +332,16 @@ class WeightStore:
         boxes: dict[str, list[Box]] = collections.defaultdict(list)
         for part in parts:
             for tensor in part.header.tensors:
-                boxes[tensor.name] += _boxes(tensor)
+                boxes[tensor.name] += self._boxes(tensor, part.header)
         for name, shape in self._shapes.items():
             try:
                 check_cover(boxes[name], shape)
             except ValueError as error:
                 raise ValueError(f"the parts' blocks of tensor {name}: {error}") from None
 
-    def _parts(self, staging: Staging) -> Iterable[tuple[str, Sparse | np.ndarray | Blocks]]:
+    def _parts(self, staging: Staging) -> Iterable[tuple[str, Sparse | Blocks]]:
         """The contents of a payload, tensor by tensor."""
-        payload, offset, in_parts = staging.payload, 0, staging.header.parts > 1
+        payload, offset = staging.payload, 0
         for tensor in staging.header.tensors:
             size = self._part_bytes(tensor, staging.header)
             part = payload[offset : offset + size]
@@ -344,17 +349,15 @@ class WeightStore:
             if staging.is_delta and not tensor.dense:
                 values = np.frombuffer(part[tensor.gap_bytes :].tobytes(), self._dtype)
                 yield tensor.name, Sparse(tensor.changed, part[: tensor.gap_bytes], values)
-            elif in_parts:
-                yield tensor.name, tuple(self._cut(tensor, part))
             else:
-                # Copied, since it may start at an odd byte.
-                yield tensor.name, np.frombuffer(part.tobytes(), self._dtype).reshape(self._shapes[tensor.name])
+                yield tensor.name, tuple(self._cut(self._boxes(tensor, staging.header), part))
 
-    def _cut(self, tensor: pb.TensorInfo, part: np.ndarray) -> Iterable[Block]:
-        """Splits a tensor's bytes into its consecutive blocks."""
+    def _cut(self, boxes: Sequence[Box], part: np.ndarray) -> Iterable[Block]:
+        """Splits a tensor's bytes into consecutive blocks."""
         offset = 0
-        for start, size in _boxes(tensor):
+        for start, size in boxes:
             count = self._bytes(size)
+            # Copied, since it may start at an odd byte.
             values = np.frombuffer(part[offset : offset + count].tobytes(), self._dtype)
             yield Block(tuple(start), values.reshape(tuple(size)))
             offset += count
@@ -365,7 +368,7 @@ class WeightStore:
         for staging in parts:
             for name, part in self._parts(staging):
                 if not isinstance(part, Sparse):
-                    if not isinstance(part, tuple) or part:
+                    if part:
                         found[name] = None
                 elif part.changed or len(part.gaps):
                     try:
@@ -376,14 +379,16 @@ class WeightStore:
                         so_far.append(change)
         return {name: None if some is None else _together(name, some) for name, some in found.items()}
 
-    def _write(self, parts: Sequence[Staging], changes: Changes) -> dict[str, np.ndarray | Change]:
+    def _write(self, parts: Sequence[Staging], changes: Changes) -> dict[str, Change | Blocks]:
         """Writes the changes into the host copy; returns the values that they replaced."""
-        undo: dict[str, np.ndarray | Change] = {}
+        undo: dict[str, Change | Blocks] = {}
         for name, change in changes.items():
-            view = self._view(name).reshape(-1)
-            undo[name] = Change(change.positions, view[change.positions]) if change else view.copy()
+            view = self._view(name)
             if change:
+                undo[name] = Change(change.positions, view.reshape(-1)[change.positions])
                 self._set(name, change)
+            else:
+                undo[name] = (Block((0,) * view.ndim, view.copy()),)
         for staging in parts:
             for name, part in self._parts(staging):
                 if not isinstance(part, Sparse):
@@ -392,12 +397,10 @@ class WeightStore:
                     self._set(name, decode(part, math.prod(self._shapes[name])))
         return undo
 
-    def _set(self, name: str, part: np.ndarray | Change | Blocks) -> None:
+    def _set(self, name: str, part: Change | Blocks) -> None:
         view = self._view(name)
         if isinstance(part, Change):
             view.reshape(-1)[part.positions] = part.values
-        elif isinstance(part, np.ndarray):
-            view.reshape(-1)[:] = part.reshape(-1)
         else:
             for block in part:
                 view[block.index] = block.values
@@ -405,10 +408,6 @@ class WeightStore:
     def _view(self, name: str) -> np.ndarray:
         assert self._buffer is not None
         return np.ndarray(self._shapes[name], self._dtype, self._buffer.data, self._offsets[name])
-
-
-def _boxes(tensor: pb.TensorInfo) -> list[Box]:
-    return [(block.start, block.size) for block in tensor.blocks]
 
 
 def _digests(parts: Sequence[Staging]) -> dict[str, int]:

@@ -106,8 +106,8 @@ class _Collector:
             "counter": core.CounterMetricFamily,
             "info": core.InfoMetricFamily,
         }
-        for name, says, kind, labels, samples in self._collect():
-            made = kinds[kind](name, says, labels=() if kind == "info" else labels)
+        for name, description, kind, labels, samples in self._collect():
+            made = kinds[kind](name, description, labels=() if kind == "info" else labels)
             for values, value in samples.items():
                 if kind == "info":
                     made.add_metric([], dict(zip(labels, values, strict=True)))

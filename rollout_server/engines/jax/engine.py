@@ -210,7 +210,7 @@ def of_model(
     )
 
 
-def there_is() -> tuple[int | None, int, int]:
+def available_memory() -> tuple[int | None, int, int]:
     """Memory available: (bytes of the device, None on a CPU; bytes of the host; bytes that this process uses now)."""
     first = jax.local_devices()[0]
     stats = first.memory_stats() if first.platform != "cpu" else None
@@ -241,7 +241,7 @@ class JaxEngine(QueuedEngine):
         computing = decode_precision(self._precision, jax.local_devices()[0].platform)
         like = abstract_weights(config, self._precision)
         estimate = of_model(options, config, computing, like)
-        device, host, process = there_is()
+        device, host, process = available_memory()
         # Fail before minutes of compiling if it cannot fit.
         estimate.check(device=device, host=host, process=process)
         self._pool, self._scorer = parts = device_parts(options, config, computing)
@@ -249,7 +249,7 @@ class JaxEngine(QueuedEngine):
         working = sum(side_by_side([functools.partial(part.compile, like) for part in parts]))
         estimate = dataclasses.replace(estimate, working=working, maximum_tokens=self._pool.longest)
         memory.trim()  # XLA allocates tens of MiB to compile
-        device, host, process = there_is()
+        device, host, process = available_memory()
         logging.info("%s", estimate.check(device=device, host=host, process=process))
         # As much as the slots' own cache, and at most half of the memory left, since it only saves time.
         spare = estimate.spare(device=device, host=host, process=process)
@@ -339,7 +339,7 @@ class JaxEngine(QueuedEngine):
         if pool.busy:
             pool.dispatch(weights, step)
         finished = []
-        if pool.on_their_way > (self._lookahead if pool.busy else 0):
+        if pool.in_flight > (self._lookahead if pool.busy else 0):
             finished = pool.collect()
         with self._changed:
             queue.counters.busy_seconds += time.monotonic() - began
@@ -349,7 +349,7 @@ class JaxEngine(QueuedEngine):
 
     def _something_to_do(self) -> bool:
         queue = self._queue
-        return bool(queue.closed or queue.waiting or queue.running or queue.swap_is_due or self._pool.on_their_way)
+        return bool(queue.closed or queue.waiting or queue.running or queue.swap_is_due or self._pool.in_flight)
 
     def _enter(self, weights: DecodeWeights, step: int, sequences: list[Sequence]) -> None:
         """Assigns slots to sequences of one request."""

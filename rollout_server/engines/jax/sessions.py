@@ -50,8 +50,8 @@ class Sessions:
         if kept is None or len(kept.tokens) >= len(request.prompt):
             return None
         same = np.array_equal(kept.tokens, request.prompt[: len(kept.tokens)])
-        told = kept.experts is not None or not request.router_replay
-        return kept if same and told and request.pinned_step in (None, kept.step) else None
+        recorded = kept.experts is not None or not request.router_replay
+        return kept if same and recorded and request.pinned_step in (None, kept.step) else None
 
     def clear(self) -> None:
         self._kept.clear()

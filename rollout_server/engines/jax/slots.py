@@ -113,7 +113,7 @@ class SlotPool:
         return len(self._taken)
 
     @property
-    def on_their_way(self) -> int:
+    def in_flight(self) -> int:
         """Number of chunks started and not collected."""
         return len(self._chunks)
 
