@@ -28,8 +28,15 @@ from grpc_reflection.v1alpha import reflection
 
 from rollout_server.activity import Activity
 from rollout_server.connections import Connections
-from rollout_server.engines.admission import check_places, check_score
-from rollout_server.engines.engine import AskedAgain, Engine, EngineInfo, QueueFull, WrongVersion
+from rollout_server.engines.engine import (
+    AskedAgain,
+    Engine,
+    EngineInfo,
+    QueueFull,
+    WrongVersion,
+    check_places,
+    check_score,
+)
 from rollout_server.guard import OTHERS, Bound, CallContext, Guard, QuietLog
 from rollout_server.weight_push import WeightReceiver
 from scalerl_jax.contract import codec, limits, rollout_pb2_grpc, rpc

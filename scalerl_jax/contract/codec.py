@@ -232,7 +232,7 @@ def request_to_proto(request: GroupRequest) -> pb.GenerateRequest:
 def request_from_proto(message: pb.GenerateRequest) -> GroupRequest:
     """Raises ValueError on bytes that are no tokens, and on a name that is too long.
 
-    The server decides whether it can be served (rollout_server/engines/admission.py).
+    The server decides whether it can be served (rollout_server/engines/engine.py).
     """
     for field in ("group_id", "session"):
         if (length := len(getattr(message, field))) > limits.MAXIMUM_NAME_CHARACTERS:

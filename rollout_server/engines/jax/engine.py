@@ -13,7 +13,7 @@ is noticed a chunk late. On a CPU host and device are the same cores: waiting co
 A swap only replaces a reference: another thread has made the new version, from the old one where little changed.
 The key/value cache stays, and every token carries the step of the weights that sampled it.
 
-A session's next turn continues from the keys and values of its previous turn (sessions.py).
+A session's next turn continues from the keys and values of its previous turn (caches.py).
 
 Left out on purpose: paged caches, prefix reuse between groups, several devices (start one server per device).
 
@@ -43,12 +43,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from rollout_server.engines.admission import check_score
-from rollout_server.engines.engine import Changes, EngineOptions
+from rollout_server.engines.engine import Changes, EngineOptions, check_score
 from rollout_server.engines.engine_info import ITEMSIZE, EngineMemory, engine_info
 from rollout_server.engines.jax import decode
+from rollout_server.engines.jax.caches import Prefix
 from rollout_server.engines.jax.programs import Program, buckets, side_by_side
-from rollout_server.engines.jax.sessions import Prefix
 from rollout_server.engines.jax.slots import SlotPool
 from rollout_server.engines.jax.weights import (
     DecodePrecision,

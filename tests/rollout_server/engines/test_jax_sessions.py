@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rollout_server.engines.engine import EngineOptions
+from rollout_server.engines.jax.caches import Kept, Sessions
 from rollout_server.engines.jax.engine import JaxEngine
-from rollout_server.engines.jax.sessions import Kept, Sessions
 from rollout_server.engines.sequence import Counters, Sequence
 from scalerl_jax.contract.codec import Version
 from tests.rollout_server.jax_reference import Reference, ask, reference_logprobs, tiny
