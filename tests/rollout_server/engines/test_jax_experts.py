@@ -41,51 +41,45 @@ async def collect(engine, request):
     return [completion async for completion in engine.generate(request)]
 
 
-def test_they_are_the_routers_own(folder):
+async def test_they_are_the_routers_own(folder):
     """Of prompts, of sampled tokens and of forced ones; in more completions than there are slots."""
 
-    async def main():
-        engine = await asyncio.to_thread(JaxEngine, options(folder))
-        reference, forced = Reference(folder, CONFIG, 0), 0
-        for completion in await collect(
-            engine, asked(seeds=range(9), budgets=[6] * 9, answer_budget=20, phrase=(30, 31, 32), end=(32,))
-        ):
-            expected = alone(reference, PROMPT, completion)
-            check_experts(PROMPT, completion, CONFIG, reference.choices)
-            sampled = completion.sampled()
-            np.testing.assert_allclose(completion.logprobs[sampled], expected[sampled], atol=1e-4)
-            forced += len(completion.forced)
-        assert forced
-        assert all(one.experts is None for one in await collect(engine, ask(PROMPT, seeds=range(2))))
-        await engine.close()
-
-    asyncio.run(main())
+    engine = await asyncio.to_thread(JaxEngine, options(folder))
+    reference, forced = Reference(folder, CONFIG, 0), 0
+    for completion in await collect(
+        engine, asked(seeds=range(9), budgets=[6] * 9, answer_budget=20, phrase=(30, 31, 32), end=(32,))
+    ):
+        expected = alone(reference, PROMPT, completion)
+        check_experts(PROMPT, completion, CONFIG, reference.choices)
+        sampled = completion.sampled()
+        np.testing.assert_allclose(completion.logprobs[sampled], expected[sampled], atol=1e-4)
+        forced += len(completion.forced)
+    assert forced
+    assert all(one.experts is None for one in await collect(engine, ask(PROMPT, seeds=range(2))))
+    await engine.close()
 
 
-def test_across_a_swap_each_token_has_those_of_the_weights_it_was_fed_to(folder):
-    async def main():
-        engine = await asyncio.to_thread(JaxEngine, options(folder))
-        references = [Reference(folder, CONFIG, seed) for seed in (0, 1)]
-        named = random_tensors(CONFIG, 1)
-        async with pause_decoding(engine, chunks=3) as decoding:
-            sampling = asyncio.create_task(collect(engine, asked(seeds=range(3), answer_budget=60)))
-            await eventually_async(lambda: decoding.stands)
-            loading = asyncio.create_task(engine.load(Version(0, 1), named, dict.fromkeys(named)))
-            await decoding.arrival(Version(0, 1))
-            assert engine.status().sampled_tokens
-        await loading
-        for completion in await sampling:
-            (_, _, at), _ = completion.versions
-            expected = swapped(*references, PROMPT, completion, at)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-            fed = np.concatenate([PROMPT, completion.token_ids])[:-1]
-            here = len(PROMPT) + at - 1
-            _, cache = references[0].feed(fed[:here], experts=completion.experts[:here])
-            references[1].feed(fed[here:], cache, experts=completion.experts[here:])
-            check_experts(PROMPT, completion, CONFIG, references[0].choices, references[1].choices)
-        await engine.close()
-
-    asyncio.run(main())
+async def test_across_a_swap_each_token_has_those_of_the_weights_it_was_fed_to(folder):
+    engine = await asyncio.to_thread(JaxEngine, options(folder))
+    references = [Reference(folder, CONFIG, seed) for seed in (0, 1)]
+    named = random_tensors(CONFIG, 1)
+    async with pause_decoding(engine, chunks=3) as decoding:
+        sampling = asyncio.create_task(collect(engine, asked(seeds=range(3), answer_budget=60)))
+        await eventually_async(lambda: decoding.stands)
+        loading = asyncio.create_task(engine.load(Version(0, 1), named, dict.fromkeys(named)))
+        await decoding.arrival(Version(0, 1))
+        assert engine.status().sampled_tokens
+    await loading
+    for completion in await sampling:
+        (_, _, at), _ = completion.versions
+        expected = swapped(*references, PROMPT, completion, at)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        fed = np.concatenate([PROMPT, completion.token_ids])[:-1]
+        here = len(PROMPT) + at - 1
+        _, cache = references[0].feed(fed[:here], experts=completion.experts[:here])
+        references[1].feed(fed[here:], cache, experts=completion.experts[here:])
+        check_experts(PROMPT, completion, CONFIG, references[0].choices, references[1].choices)
+    await engine.close()
 
 
 @pytest.mark.parametrize(
@@ -101,12 +95,9 @@ def test_what_cannot_be_told_is_refused_at_the_start(tmp_path, config: DecoderCo
         JaxEngine(options(folder, maximum_tokens=tokens))
 
 
-def test_a_server_that_does_not_tell_them_refuses(folder):
-    async def main():
-        engine = await asyncio.to_thread(JaxEngine, options(folder, router_replay=False))
-        with pytest.raises(ValueError, match="experts are asked for, and this server does not tell them"):
-            await collect(engine, asked())
-        assert all(one.experts is None for one in await collect(engine, ask(PROMPT)))
-        await engine.close()
-
-    asyncio.run(main())
+async def test_a_server_that_does_not_tell_them_refuses(folder):
+    engine = await asyncio.to_thread(JaxEngine, options(folder, router_replay=False))
+    with pytest.raises(ValueError, match="experts are asked for, and this server does not tell them"):
+        await collect(engine, asked())
+    assert all(one.experts is None for one in await collect(engine, ask(PROMPT)))
+    await engine.close()
