@@ -170,12 +170,8 @@ class WeightStore:
             self._check_blocks(header)
         if header.HasField("base"):
             self._check_delta(header)
-        elif header.parts > 1:
-            bytes_of_parts = sum(self._part_bytes(tensor, header) for tensor in header.tensors)
-            if header.payload_bytes != bytes_of_parts:
-                raise ValueError(f"payload_bytes is {header.payload_bytes}, the blocks take {bytes_of_parts}")
-        elif header.payload_bytes != self._payload_bytes:
-            raise ValueError(f"payload_bytes is {header.payload_bytes}, the tensors take {self._payload_bytes}")
+        else:
+            self._check_payload(header, "blocks" if header.parts > 1 else "tensors")
         if not 0 < header.chunk_bytes <= MAXIMUM_CHUNK_BYTES:
             raise ValueError(f"chunk_bytes is {header.chunk_bytes}, not within 1 and {MAXIMUM_CHUNK_BYTES}")
         chunks = -(-header.payload_bytes // header.chunk_bytes)
@@ -236,17 +232,20 @@ class WeightStore:
                 raise ValueError(f"tensor {tensor.name} has more than {MAXIMUM_ELEMENTS} elements")
             if tensor.changed > size:
                 raise ValueError(f"tensor {tensor.name}: {tensor.changed} of {size} elements changed")
-        bytes_of_parts = sum(self._part_bytes(tensor, header) for tensor in header.tensors)
-        if header.payload_bytes != bytes_of_parts:
-            raise ValueError(f"payload_bytes is {header.payload_bytes}, the tensors' parts take {bytes_of_parts}")
+        self._check_payload(header, "tensors' parts")
         if header.payload_bytes > MAXIMUM_DELTA_SHARE * self._payload_bytes:
             raise ValueError(
                 f"a delta of {header.payload_bytes} bytes, the dense version has {self._payload_bytes} "
                 f"(at most {MAXIMUM_DELTA_SHARE:g} of them)"
             )
 
+    def _check_payload(self, header: pb.WeightHeader, contents: str) -> None:
+        size = sum(self._part_bytes(tensor, header) for tensor in header.tensors)
+        if header.payload_bytes != size:
+            raise ValueError(f"payload_bytes is {header.payload_bytes}, the {contents} take {size}")
+
     def _part_bytes(self, tensor: pb.TensorInfo, header: pb.WeightHeader) -> int:
-        """Bytes of one tensor in a payload; not called for a whole dense version."""
+        """Bytes of one tensor in a payload."""
         if not tensor.dense and header.HasField("base"):
             return tensor.gap_bytes + 2 * tensor.changed
         return sum(self._bytes(size) for _, size in self._boxes(tensor, header))

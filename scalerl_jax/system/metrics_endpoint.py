@@ -89,14 +89,11 @@ def _or_unavailable(app: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Collector:
-    """The collector that prometheus_client calls at each request."""
+    """The collector that prometheus_client calls at each request. It has no `describe`: the metrics may not be known
+    yet."""
 
     def __init__(self, collect: Collect):
         self._collect = collect
-
-    def describe(self) -> list[Any]:
-        """Nothing: the metrics may not be known yet."""
-        return []
 
     def collect(self) -> Iterable[Any]:
         from prometheus_client import core
