@@ -159,9 +159,7 @@ def test_the_kernel_ends_a_worker_that_is_deaf_to_its_own_interruption(tmp_path,
         "w.main()"
     )
     real = subprocess.Popen
-    monkeypatch.setattr(
-        scorer_pool.subprocess, "Popen", lambda command, **rest: real([sys.executable, "-c", program], **rest)
-    )
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **rest: real([sys.executable, "-c", program], **rest))
     with Verifier(processes=1, seconds=1.0, end_of_thinking="") as verifier:
         assert verifier.judge("x", "7") is False
         assert verifier.given_up == 1 and verifier.restarts == 0
@@ -190,7 +188,7 @@ def test_what_the_machine_is_short_of_for_a_moment_is_waited_for(monkeypatch):
             raise OSError(failures[-1], os.strerror(failures.pop()))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(scorer_pool.subprocess, "Popen", popen)
+    monkeypatch.setattr(subprocess, "Popen", popen)
     with Verifier(processes=1, seconds=60.0, name="arithmetic") as verifier:
         assert verifier.submit("</think>1", "1").result(600).correct
         assert not failures

@@ -307,7 +307,7 @@ class TestProcesses:
             assert player.say(call("shell", command="cat question.txt")) == "exit status 0\nhello"
             player.say(call("write_file", path="answer.txt", content="42"))
             assert "No such file" in other.say(call("read_file", path="answer.txt"))
-            sandboxes = inside(before) - {pool._process.pid}
+            sandboxes = inside(before) - {pool._worker.process.pid}
             assert player.say("done").correct and not other.say("done").correct
             eventually(lambda: are_gone(sandboxes), "both sandboxes are gone")
 
@@ -318,7 +318,7 @@ class TestProcesses:
             player = Player(pool, tmp_path)
             player.say(call("shell", command="echo 1 > a"))
             episode = pool._connections[player.trajectory].pid
-            sandbox = inside(before) - {pool._process.pid, episode}
+            sandbox = inside(before) - {pool._worker.process.pid, episode}
             assert len(sandbox) >= 2  # bubblewrap, and the first process in what it has made
             os.kill(episode, number)
             eventually(lambda: are_gone(sandbox), "the sandbox is gone")
@@ -332,7 +332,7 @@ class TestProcesses:
         with closing(pool_of(settings)) as pool:
             player = Player(pool, tmp_path)
             player.say(call("shell", command="echo 42 > answer.txt"))
-            sandbox = inside(before) - {pool._process.pid}
+            sandbox = inside(before) - {pool._worker.process.pid}
             assert "a step took 10 s (turn_seconds)" in player.say("done").why
             eventually(lambda: are_gone(sandbox), "the sandbox is gone")
 

@@ -9,12 +9,12 @@ from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Completion as Turn
 from scalerl_jax.environments import Row, Score
-from scalerl_jax.environments.complaints import Complaints
 from scalerl_jax.environments.episode import Trajectory
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.prompts import Prompts, Replies
 from scalerl_jax.environments.scorer import Scorer
+from scalerl_jax.environments.scorer_pool import Complaints
 from scalerl_jax.environments.tool_calls import read_calls
 from scalerl_jax.environments.tools import ToolEpisode, Tools
 from tests.support.chat_folders import chat_folder

@@ -5,10 +5,10 @@ import numpy as np
 from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Row, Score
-from scalerl_jax.environments.complaints import Complaints
 from scalerl_jax.environments.episode import Trajectory
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
+from scalerl_jax.environments.scorer_pool import Complaints
 
 
 class Letters:
