@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from scalerl_jax.config import Config
+from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.environments import parts
 from scalerl_jax.environments.agent import Client
 from scalerl_jax.environments.base import Environment, Row, Score, ScorerError
@@ -107,7 +107,7 @@ class EpisodePool:
 
     async def run(self, row: Row, client: Client) -> Score:
         """Plays a row with an agent. Raises EpisodeFailed; its `late` is True if the time was up."""
-        seconds = self._configs[row.environment].environment.episode_seconds
+        seconds = self._settings(row).episode_seconds
         connection = await asyncio.to_thread(self._open)
         reader, writer = await asyncio.open_connection(sock=connection.socket, limit=MOST_LINE_BYTES)
 
@@ -145,7 +145,7 @@ class EpisodePool:
         if not self._closing:
             line = f"{field}: an episode failed: {why}; it is excluded"
             self._complaints.log(f"{row.environment} episode {why[:40]}", line)
-            self._raise_if_all_fail(f"{field}={self._configs[row.environment].environment.name}", why)
+            self._raise_if_all_fail(f"{field}={self._settings(row).name}", why)
 
     def ended(self, how: str) -> None:
         """An episode ended for a reason of ENDED; resets the count of failures unless it failed or a turn was cut."""
@@ -185,7 +185,8 @@ class EpisodePool:
         try:
             if connection is None:
                 connection = self._begin(row, trajectory)
-            step = connection.step(self._question(row, ids, connection), self._seconds(row))
+            question = json.dumps(self._question(row, ids, connection))
+            step = Step(**connection.exchange(question, self._settings(row).turn_seconds)["step"])
         except EpisodeFailed as failure:
             return self._failed(row, trajectory, str(failure))
         connection.add(step, time.monotonic() - began)
@@ -213,8 +214,8 @@ class EpisodePool:
         calls = {"calls": row.calls, "tools": row.tools}
         return {"turn": answer or "", "thinking": thinking, "tokens": len(ids), **calls}
 
-    def _seconds(self, row: Row) -> float:
-        return self._configs[row.environment].environment.turn_seconds
+    def _settings(self, row: Row) -> EnvironmentConfig:
+        return self._configs[row.environment].environment
 
     def _begin(self, row: Row, trajectory: Trajectory) -> "_Connection":
         connection = self._open()
@@ -224,7 +225,7 @@ class EpisodePool:
                 raise EpisodeFailed("the run ends")
             self._connections[trajectory] = connection
         weakref.finalize(trajectory, connection.end)  # also if the trajectory is dropped without a score
-        connection.pid = connection.exchange(self._beginning(row), self._seconds(row))["pid"]
+        connection.pid = connection.exchange(self._beginning(row), self._settings(row).turn_seconds)["pid"]
         return connection
 
     def _beginning(self, row: Row) -> str:
@@ -252,7 +253,7 @@ class EpisodePool:
         reward = sum(connection.rewards)
         correct = last.correct
         if correct is None:
-            correct = reward >= self._configs[row.environment].environment.correct_at
+            correct = reward >= self._settings(row).correct_at
         return Score(reward, correct, self._end(trajectory, "done"), turns=tuple(connection.rewards))
 
     def _cut(self, trajectory: Trajectory, ended: str, why: str) -> Score:
@@ -349,9 +350,6 @@ class _Connection:
         self.rewards.append(step.reward)
         self.seconds += seconds
         self.metrics |= step.metrics
-
-    def step(self, question: Mapping[str, Any], seconds: float) -> Step:
-        return Step(**self.exchange(json.dumps(question), seconds)["step"])
 
     def exchange(self, line: str, seconds: float) -> dict[str, Any]:
         """Writes a line and reads one. Raises EpisodeFailed if none arrives, or it contains an error."""

@@ -14,7 +14,6 @@ from scalerl_jax.environments.base import ScorerError
 from scalerl_jax.environments.code import find_program, make
 from scalerl_jax.environments.code_judge import judge, missing_imports
 from scalerl_jax.environments.load import make_environment
-from scalerl_jax.environments.sandbox_check import check
 from scalerl_jax.environments.scorer_pool import ScorerPool
 from tests.environments.sandboxes import SMALL, needs_bubblewrap
 
@@ -257,7 +256,7 @@ def test_more_memory_than_the_process_around_it_has(module):
 
 def test_without_bubblewrap_the_environment_does_not_start(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    check.cache_clear()
+    sandbox.check.cache_clear()
     environment = make(config_of(train="no file"))
     for start in (environment.prepare, lambda: next(iter(environment.rows("train")))):
         with pytest.raises(ValueError, match=r"no bwrap on PATH: apt-get install bubblewrap$"):

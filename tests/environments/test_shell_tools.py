@@ -16,8 +16,7 @@ from scalerl_jax.config import EnvironmentConfig
 from scalerl_jax.environments import Completion, Row, Score
 from scalerl_jax.environments.base import ScorerError
 from scalerl_jax.environments.load import make_environment
-from scalerl_jax.environments.sandbox import ENTRIES
-from scalerl_jax.environments.sandbox_check import check
+from scalerl_jax.environments.sandbox import ENTRIES, check
 from scalerl_jax.environments.shell_tools import Shell
 from scalerl_jax.environments.tool_calls import read_calls
 from scalerl_jax.environments.tools import ToolEpisode, Tools
