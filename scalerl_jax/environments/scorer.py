@@ -33,7 +33,7 @@ from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environments
 from scalerl_jax.environments.prompts import Replies
 from scalerl_jax.environments.score_worker import raising_scorer_errors, score_of_failure
-from scalerl_jax.environments.scorer_pool import Complaints, ScorerPool, known
+from scalerl_jax.environments.scorer_pool import Complaints, ScorerPool, done_future
 from scalerl_jax.environments.thinking import split_as_run
 
 METRIC = "length_penalty"
@@ -122,7 +122,7 @@ class Scorer:
         """May block briefly. The future raises ScorerError if the completion cannot be scored."""
         tokens = int(completion.sampled().sum())
         if completion.finish_reason != "stop":
-            return self._worth(known(CUT), tokens)
+            return self._worth(done_future(CUT), tokens)
         text = self._decode(completion.token_ids.tolist())
         end, budget = self._rollout.end_of_thinking, self._rollout.thinking_budget_max
         thinking, answer = split_as_run(text, end, prompt=row.text, budget=budget)
@@ -131,7 +131,7 @@ class Scorer:
     def score_answer(self, row: Row, answer: str | None, *, thinking: str, tokens: int) -> "Future[Score]":
         """As `score`, for a completion that is already split; `answer` is None if nothing follows the thinking."""
         if answer is None:
-            return self._worth(known(NO_ANSWER), tokens)
+            return self._worth(done_future(NO_ANSWER), tokens)
         answer_text = AnswerText(answer, thinking=thinking, tokens=tokens)
         environment = self._environments[row.environment]
         if environment.in_processes:
@@ -142,7 +142,7 @@ class Scorer:
         except Exception as error:  # noqa: BLE001 (as in the processes: it costs this completion, and is logged)
             score, kind = score_of_failure(row.environment, error)
             self._complaints.log(kind, score.why)
-        return self._worth(known(score), tokens)
+        return self._worth(done_future(score), tokens)
 
     def _worth(self, score: "Future[Score]", tokens: int) -> "Future[Score]":
         """Adds the length penalty to the environment's score, if the run has one."""

@@ -167,7 +167,7 @@ class ScorerPool:
         with self._lock:
             if key in self._scores:
                 self._scores.move_to_end(key)
-                return known(self._scores[key])
+                return done_future(self._scores[key])
             if key not in self._asked:
                 self._asked[key] = self._on_thread(self._answer, key, row, question)
             return self._asked[key]
@@ -269,7 +269,7 @@ class ScorerPool:
             self._idle.put(worker)
 
 
-def known(score: Score) -> "Future[Score]":
+def done_future(score: Score) -> "Future[Score]":
     future: Future[Score] = Future()
     future.set_result(score)
     return future

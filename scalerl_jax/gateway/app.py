@@ -264,8 +264,8 @@ class Gateway:
             "sampled_tokens": ("Tokens sampled.", self._tokens),
         }
         for kind, families in (("gauge", gauges), ("counter", counters)):
-            for name, (says, value) in families.items():
-                yield METRICS_PREFIX + name, says, kind, (), {(): float(value)}
+            for name, (description, value) in families.items():
+                yield METRICS_PREFIX + name, description, kind, (), {(): float(value)}
         yield METRICS_PREFIX + "answers", "Answers by their status.", "counter", ("status",), dict(self._answers)
 
     def _model(self, body: Mapping[str, Any]) -> str:

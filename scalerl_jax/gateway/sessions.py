@@ -173,7 +173,7 @@ class Session:
         self.full = False  # a prompt was too long for a turn after it
         self._seed, self._journal, self._most_turns = seed, journal, most_turns
         self._children: dict[int | None, list[Turn]] = defaultdict(list)
-        self._said: dict[str, list[Turn]] = defaultdict(list)  # by the digest of all messages, including the turn's
+        self._by_history: dict[str, list[Turn]] = defaultdict(list)  # the digest of all messages, including the turn's
         self._names = 0  # calls so far
         self._calls: dict[str, asyncio.Task[tuple[Turn, ...]]] = {}  # the last call of each key, and of each digest
         self._running: set[asyncio.Task[tuple[Turn, ...]]] = set()
@@ -308,10 +308,10 @@ class Session:
                 continue
             thinking = message.get("reasoning_content")
             without = _digest(at, {**message, "reasoning_content": None})
-            said = [turn for turn in self._said.get(without, ())
+            same = [turn for turn in self._by_history.get(without, ())
                     if thinking in (None, turn.message.get("reasoning_content"))]  # fmt: skip
-            at = without if said else _digest(at, message)
-            found, behind = (said[-1], number) if said else (None, 0)
+            at = without if same else _digest(at, message)
+            found, behind = (same[-1], number) if same else (None, 0)
         return (found, behind, at) if behind < len(call.messages) else (None, 0, at)
 
     def _longest(self, prompt: np.ndarray) -> int | None:
@@ -334,7 +334,7 @@ class Session:
             self.size += turn.size
             self._children[turn.parent].append(turn)
             if history:
-                self._said[_digest(history, {**turn.message, "reasoning_content": None})].append(turn)
+                self._by_history[_digest(history, {**turn.message, "reasoning_content": None})].append(turn)
 
     def _restore(self, journal: Journal) -> None:
         for record in journal.records:
