@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -18,10 +17,10 @@ from scalerl_jax.environments.base import ScorerError
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.sandbox import ENTRIES, check
 from scalerl_jax.environments.shell_tools import Shell
-from scalerl_jax.environments.tool_calls import read_calls
 from scalerl_jax.environments.tools import ToolEpisode, Tools
 from tests.environments.sandboxes import SMALL, needs_bubblewrap, others
 from tests.environments.test_episodes import Player, config_of, pool_of
+from tests.support.episodes import call, with_calls
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
 
@@ -60,8 +59,7 @@ class Agent:
         self.episode = ToolEpisode(Row("q", extra={"n": 7}), tools, score=score, characters=settings.tool_characters)
 
     def __call__(self, name: str, /, **arguments) -> str:
-        text = call(name, **arguments)
-        step = self.episode.step(Completion(text, tool_calls=read_calls(text, "hermes")))
+        step = self.episode.step(with_calls(call(name, **arguments)))
         assert not step.done
         return step.messages[0]["content"]
 
@@ -70,10 +68,6 @@ class Agent:
 
     def answers(self) -> bool | None:
         return self.episode.step(Completion("done")).correct
-
-
-def call(name: str, /, **arguments) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 @pytest.fixture
@@ -339,7 +333,7 @@ class TestProcesses:
         agent_config(tmp_path)  # writes the file
         script = (
             "import pathlib, signal\nfrom tests.environments.test_episodes import Player, pool_of\n"
-            "from tests.environments.test_shell_tools import agent_config, call\n"
+            "from tests.environments.test_shell_tools import agent_config\nfrom tests.support.episodes import call\n"
             f"path = pathlib.Path({str(tmp_path)!r})\nplayer = Player(pool_of(agent_config(path)), path)\n"
             "player.say(call('shell', command='echo 1 > a'))\nprint('begun', flush=True)\nsignal.pause()"
         )
