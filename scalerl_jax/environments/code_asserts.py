@@ -177,10 +177,7 @@ def of_check(text: str, called: str, where: str) -> list[str]:
     Raises ValueError.
     """
     end = f"check({called.rpartition('.')[2]})"
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no Python: {getattr(error, 'msg', error)}") from None
+    tree = _parsed(text, where)
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
     if len(functions) != 1:
         raise ValueError(f"{where} defines no function check")
@@ -194,12 +191,15 @@ def of_check(text: str, called: str, where: str) -> list[str]:
     return tests
 
 
-def _check(text: str, where: str) -> None:
+def _parsed(text: str, where: str) -> ast.Module:
     try:
-        tree = ast.parse(text)
+        return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{where} is no Python: {getattr(error, 'msg', error)}") from None
-    for node in ast.walk(tree):
+
+
+def _check(text: str, where: str) -> None:
+    for node in ast.walk(_parsed(text, where)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             names = [node.module or "."]

@@ -87,8 +87,8 @@ class WorkerProcess:
             with theirs:
                 self.process = subprocess.Popen(
                     command,
-                    stdin=theirs,
-                    stdout=theirs,
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
                     stderr=self._errors,
                     env=worker_environment(),
                     start_new_session=True,  # only the trainer gets Ctrl-C; it may still need scores while it saves

@@ -366,6 +366,7 @@ async def _answered(
         headers["x-scalerl-versions"] = f"{min(steps)}-{max(steps)}"
         if events is None:
             return JSONResponse(answer(found), headers=headers)
+    assert events is not None
 
     async def stream() -> AsyncIterator[str]:
         try:
