@@ -34,6 +34,7 @@ ENDING_SECONDS = 10.0  # to wait for a killed process; one that the kernel does 
 # A worker scores one answer at a time, and threads of loaded libraries count towards its memory limit.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _SAME_ORDER = {"PYTHONHASHSEED": "0"}  # the same order of sets in every worker, for reproducible results
+_MOST_SECONDS = 2.0**20  # of a socket's timeout, which the system counts in milliseconds of 31 bits
 _PR_SET_PDEATHSIG = 1
 
 
@@ -57,6 +58,7 @@ def exchange(connection: socket.socket, line: str, seconds: float) -> bytes:
 
     Raises EOFError at the end of the connection, and OSError: TimeoutError, or ConnectionError if it cannot be written.
     """
+    seconds = min(seconds, _MOST_SECONDS)
     end, reply = time.monotonic() + seconds, b""
     connection.settimeout(seconds)
     connection.sendall(line.encode() + b"\n")

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from scalerl_jax.config import Config
-from scalerl_jax.contract.codec import Completion, Sampling
+from scalerl_jax.contract.codec import Completion, GroupRequest
 from scalerl_jax.environments.agent import Ask, Client, Outcome
 from scalerl_jax.environments.base import Row, Score
 from scalerl_jax.environments.chat_template import read_chat_template
@@ -267,17 +267,13 @@ class _Fleet:
     async def ready(self, seconds: float) -> None:
         """The fleet waits for its servers itself."""
 
-    async def generate(
-        self, prompt: np.ndarray, *, name: str, index: int, seed: int, sampling: Sampling, seconds: float,
-        session: str = "",
-    ) -> tuple[Completion, str]:  # fmt: skip
-        run = self.runs.get(session.removeprefix("gateway/"))
+    async def generate(self, request: GroupRequest, *, seconds: float) -> tuple[Completion, str]:
+        run = self.runs.get(request.session.removeprefix("gateway/"))
         if run is None:
             raise Refused("only an agent of this run is answered, under its own session")
-        number = name.rpartition("/")[2]
-        turn = f"{number}.{index}" if index else number
-        most = sampling.answer_budget
-        completion, process = await run.turn(prompt, turn, most_tokens=most, most_turns=self._most_turns)
+        number, index = request.group_id.rpartition("/")[2], request.completions[0].index
+        turn, most = f"{number}.{index}" if index else number, request.sampling.answer_budget
+        completion, process = await run.turn(request.prompt, turn, most_tokens=most, most_turns=self._most_turns)
         return completion, " ".join(process)
 
 

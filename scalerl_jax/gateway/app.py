@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from scalerl_jax.contract.codec import Completion
+from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest
 from scalerl_jax.gateway import anthropic_wire, openai_wire, responses_wire, wire
 from scalerl_jax.gateway.chat import Chat, NotRendered
 from scalerl_jax.gateway.generators import Busy, Late, NoServer, Refused, Sampler
@@ -188,10 +188,10 @@ class Gateway:
             sampling = asked.sampling(self._chat.tokenizer.stop_ids, capacity=capacity)
             if len(sampling.stop_token_ids) > wire.MOST_STOPS:
                 raise bad(f"stop_token_ids: {wire.MOST_STOPS} with the model's own are possible", "stop_token_ids")
-            made, server = await self._generators.generate(
-                prompt, name=f"gateway/{name}", index=index, seed=seed, sampling=sampling, seconds=seconds,
-                session=f"gateway/{session.name}" if session.name in self._sessions.open else "",
-            )  # fmt: skip
+            of_session = f"gateway/{session.name}" if session.name in self._sessions.open else ""
+            wanted = (CompletionRequest(index, seed),)
+            request = GroupRequest(0, f"gateway/{name}", prompt, wanted, sampling, session=of_session)
+            made, server = await self._generators.generate(request, seconds=seconds)
             self._turns, self._tokens = self._turns + 1, self._tokens + len(made.token_ids)
             return made, server
 
