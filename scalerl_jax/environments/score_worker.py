@@ -7,7 +7,7 @@
      "thinking", "tokens"}                         {"id", "out_of_time": true, "last": true}
                                                    {"id", "error": line}: nothing can be scored
 
-A reply has its question's id, since a process that a score function started may write into the same pipe. A part is
+A reply has its question's id, since a process that a score function started may write into the same socket. A part is
 made when a question first needs it; columns: those of its rows, or null. A complaint describes a score function that
 failed; its completion is wrong. `last`: the process uses so much memory that the next question needs a new one. If the
 process cannot interrupt itself (a computation in C), the kernel ends it with SIGXCPU GRACE_SECONDS after the limit. It

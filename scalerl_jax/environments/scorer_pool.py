@@ -1,8 +1,9 @@
 """Computes scores in worker processes, each within a time limit.
 
 A worker is `python -m scalerl_jax.environments.score_worker`: a small process without jax that makes the run's
-environments from the config and exchanges JSON lines over its pipes. It is never a fork of the trainer, whose threads a
-fork would break, and never a thread: an expression like 9**9**9**9 is computed in C, and only a kill ends it.
+environments from the config and exchanges JSON lines over a socket (worker_process.py). It is never a fork of the
+trainer, whose threads a fork would break, and never a thread: an expression like 9**9**9**9 is computed in C, and only
+a kill ends it.
 
 The limit of a score is CPU time of its worker, so that it does not depend on the load of the machine:
 
