@@ -168,8 +168,10 @@ class Generators:
         return min((status.maximum_tokens for status in self.there), default=0)
 
     async def generate(self, request: GroupRequest, *, seconds: float) -> tuple[Completion, str]:
-        """The completion of a request of one, and the server's name; whatever incarnation the request names, it is
-        that of the server. Raises Busy, NoServer, Late or Refused."""
+        """The only completion of the request, and the server's name; the request's incarnation becomes the server's.
+
+        Raises Busy, NoServer, Late or Refused.
+        """
         try:
             async with asyncio.timeout(seconds):
                 return await self._somewhere(request)
