@@ -157,9 +157,8 @@ class Gateway:
     def _ask(self, request: Request, body: Mapping[str, Any], asked: Sequence[Asked]) -> "_Sampling":
         """Starts sampling for a request."""
         self._check_model(body)
-        session = self._session(request)
-        alone = session is None
-        session = session or Session(uuid.uuid4().hex)
+        named = self._session(request)
+        session = named or Session(uuid.uuid4().hex)
         route = request.url.path.removeprefix(f"/s/{request.path_params.get('session')}")
         what = json.dumps([route, body], sort_keys=True)
         digest = hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
@@ -171,11 +170,12 @@ class Gateway:
         ]
         seconds = min(self._options.request_seconds, session.deadline - time.time())
 
-        async def sampled(session: Session) -> Sampled:
+        async def sampled() -> Sampled:
             turns = await all_of([self._sample(session, call, seconds) for call in calls])
             return Sampled(turns, body, self._model(body), session, self._chat.tokenizer)
 
-        return _Sampling(session, asyncio.create_task(sampled(session)), alone=alone, by=self._options.sampling)
+        task = asyncio.create_task(sampled())
+        return _Sampling(session, task, alone=named is None, by=self._options.sampling)
 
     async def _sample(self, session: Session, asked: Asked, seconds: float) -> tuple[Turn, ...]:
         async def generate(prompt: np.ndarray, name: str, index: int, seed: int) -> tuple[Completion, str]:
