@@ -112,7 +112,7 @@ class Problem:
 
     @property
     def text(self) -> str:
-        return f"{','.join(one.text for one in self.operations)}:"
+        return f"{','.join(operation.text for operation in self.operations)}:"
 
     @property
     def program(self) -> str:
@@ -177,11 +177,11 @@ def trace(problem: Problem, rng: np.random.Generator, *, error_rate: float, phra
 
 
 def _program(operations: Sequence[Operation]) -> str:
-    return ";".join(["x=int(input())", *(one.statement for one in operations), "print(x)"])
+    return ";".join(["x=int(input())", *(operation.statement for operation in operations), "print(x)"])
 
 
 def _result(operations: Sequence[Operation], x: int) -> int:
-    return functools.reduce(lambda value, one: one.apply(value), operations, x)
+    return functools.reduce(lambda value, operation: operation.apply(value), operations, x)
 
 
 def _distinguishing_inputs(operations: list[Operation]) -> tuple[int, ...]:

@@ -118,9 +118,7 @@ class ToolEpisode:
         self._owners = tools.owners
         self._open: dict[int, OpenTools] = {}  # by the toolset's id
         self._calls = 0
-        self._errors = collections.Counter[
-            str
-        ]()  # by tool; "": of none, since the call is invalid or of an unknown tool
+        self._errors = collections.Counter[str]()  # by tool; "": invalid calls, and calls of unknown tools
 
     def step(self, turn: Completion) -> Step:
         results = [*self._results(turn)]

@@ -21,7 +21,7 @@ from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.environments.tool_calls import HERMES, Schemas, form_of, split_calls
 from scalerl_jax.model.decoder_config import read_config
 
-Message = Mapping[str, Any]
+Message = Mapping[str, Any]  # as above
 
 _LONGEST_OPENING = 16  # tokens at the end of a prompt that are searched for the start of thinking
 

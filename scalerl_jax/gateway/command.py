@@ -92,19 +92,20 @@ def main(config: Config, arguments: list[str]) -> None:
             signals.request_with_parent()
 
         async def serve_http() -> None:
-            from scalerl_jax.gateway.app import Gateway, Options
-
             generators = Generators(
                 addresses,
                 credentials=shown,
                 fingerprint=tokenizer_fingerprint(FLAGS.model),
                 vocabulary=vocabulary,
             )
-            names = names_of_model()
-            app = Gateway(chat, generators, sessions, Options(names, token, FLAGS.request_seconds)).app()
             watching = asyncio.create_task(generators.run())
             try:
                 await generators.ready(config.fleet.connect_seconds)
+
+                from scalerl_jax.gateway.app import Gateway, Options
+
+                names = names_of_model()
+                app = Gateway(chat, generators, sessions, Options(names, token, FLAGS.request_seconds)).app()
                 serving = asyncio.ensure_future(serve_app(listening, app, what=names[0]))
                 await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
                 await (serving if serving.done() else watching)  # which ends only by an exception
