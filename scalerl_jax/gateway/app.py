@@ -67,22 +67,22 @@ class Gateway:
     def app(self) -> Starlette:
         tokenizer, vocabulary = self._chat.tokenizer, self._chat.vocabulary
         recorded: dict[str, Callable[[Request], Awaitable[Response]]] = {
-            "/v1/chat/completions": self._sampling(
+            "/v1/chat/completions": self._route(
                 lambda body: [openai_wire.chat(body)], openai_wire.chat_answer, openai_wire.chat_chunks
             ),
-            "/v1/completions": self._sampling(
+            "/v1/completions": self._route(
                 lambda body: openai_wire.completions(body, tokenizer, vocabulary),
                 openai_wire.completion_answer,
                 openai_wire.completion_chunks,
             ),
-            "/v1/responses": self._sampling(
+            "/v1/responses": self._route(
                 lambda body: [responses_wire.responses(body)], responses_wire.answer, responses_wire.events
             ),
-            "/v1/messages": self._sampling(
+            "/v1/messages": self._route(
                 lambda body: [anthropic_wire.messages(body)], anthropic_wire.answer, anthropic_wire.events
             ),
             "/v1/messages/count_tokens": self._count_tokens,
-            "/inference/v1/generate": self._sampling(
+            "/inference/v1/generate": self._route(
                 lambda body: [openai_wire.generate(body, vocabulary)], openai_wire.generate_answer
             ),
             "/tokenize": self._tokenize,
@@ -141,7 +141,7 @@ class Gateway:
 
     # ---- routes that sample
 
-    def _sampling(
+    def _route(
         self, parse: Callable[[Mapping[str, Any]], Sequence[Asked]], answer: Callable[[Sampled], dict[str, Any]],
         events: Callable[[Sampled], Iterator[str]] | None = None,
     ) -> Callable[[Request], Awaitable[Response]]:  # fmt: skip
