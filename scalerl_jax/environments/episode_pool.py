@@ -45,7 +45,7 @@ from scalerl_jax.environments.complaints import Complaints
 from scalerl_jax.environments.episode import Step, Trajectory
 from scalerl_jax.environments.prompts import Replies
 from scalerl_jax.environments.scorer_pool import START_SECONDS, START_TRIES, row_json, worker_environment
-from scalerl_jax.environments.thinking import split_as_run
+from scalerl_jax.environments.tokenizer import split_as_run
 
 STEPS_AT_ONCE = 64  # concurrent steps; further ones wait
 GRACE_SECONDS = 30.0  # by clock, beyond a step's limit: by then the kernel should have ended its process

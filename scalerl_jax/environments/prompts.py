@@ -23,8 +23,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.environments import parts
 from scalerl_jax.environments.base import Row, joined_content
 from scalerl_jax.environments.chat_template import ChatTemplate, Messages, read_chat_template
-from scalerl_jax.environments.thinking import thinking_at_end
-from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.environments.tokenizer import Tokenizer, thinking_at_end
 from scalerl_jax.environments.tool_calls import HERMES, form_of
 
 _AT_ONCE = 1000  # rows that are tokenized together

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from scalerl_jax.config import Config
-from scalerl_jax.environments.base import Completion, Environment, Row, Score, ScorerError
+from scalerl_jax.environments.base import Completion, Environment, Row, Score, ScorerError, shortened
 
 NAME = "reasoning_gym:"
 _VALIDATION_SEED = 20_251_013
@@ -71,15 +71,16 @@ def _score(row: Row, completion: str, config: Config) -> Score:
     entry = _entry(data, row.extra["index"])
     if entry["question"] != row.extra["question"]:
         raise ScorerError(
-            f"{_FIELD}={config.environment.name}: {_short(row.extra['question'])} is another question when made again"
+            f"{_FIELD}={config.environment.name}: {shortened(row.extra['question'])} is another question when made "
+            "again"
         )
     answer = answer_in(completion)
     share = float(data.score_answer(answer=answer, entry=entry))
     correct = share >= min(1.0, config.environment.correct_at) - 1e-9
-    wanted = f", wanted {_short(row.answer)}" if row.answer else ""
+    wanted = f", wanted {shortened(row.answer)}" if row.answer else ""
     return Score(
         2 * share - 1, correct, answer=row.answer if correct and row.answer else " ".join(answer.split()),
-        why=f"said {_short(answer)}{wanted}: {share:g} of 1",
+        why=f"said {shortened(answer)}{wanted}: {share:g} of 1",
     )  # fmt: skip
 
 
@@ -177,11 +178,6 @@ def _entry(data: Any, index: int) -> Any:
             kept.pop(next(iter(kept)))
         kept[index] = data[index]
     return kept[index]
-
-
-def _short(text: str) -> str:
-    shown = " ".join(text.split())
-    return shown if len(shown) <= 80 else f"{shown[:38]} ... {shown[-37:]}"
 
 
 def main() -> None:

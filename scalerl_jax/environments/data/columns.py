@@ -1,6 +1,7 @@
 """Rows without a layout: the config names the columns of the prompt, the answer and the task.
 
-A prompt is a text or a list of messages. All columns are kept in Row.extra, for a user's reward function.
+A prompt is a text or a list of messages. All columns are kept in Row.extra, for a user's reward function. Rows that
+cannot be used are counted, named, and skipped up to a limit.
 """
 
 import ast
@@ -9,11 +10,49 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from scalerl_jax.config import ColumnsConfig
+from scalerl_jax.config import ColumnsConfig, EnvironmentConfig
 from scalerl_jax.environments.base import Row, joined_content
-from scalerl_jax.environments.data.malformed import Malformed
 
 MISSING = object()
+_NAMED = 3  # number of malformed rows named in messages
+
+
+class Malformed(ValueError):
+    """A row is malformed; the message states what was found and what is required."""
+
+
+class MalformedRows:
+    """The malformed rows of one environment; up to `most` are skipped. `field`: the config field, for messages."""
+
+    def __init__(self, *, field: str, most: int):
+        self._field, self._most = field, most
+        self._first: list[str] = []
+        self.count = 0
+
+    @classmethod
+    def of(cls, environment: EnvironmentConfig) -> "MalformedRows":
+        """Skips up to config.environment.max_malformed_rows."""
+        return cls(field="config.environment.max_malformed_rows", most=environment.max_malformed_rows)
+
+    def skip(self, name: str, why: str) -> None:
+        """Counts a malformed row. Raises ValueError, one line naming the first ones, if there are more than `most`."""
+        self.count += 1
+        if len(self._first) < _NAMED:
+            self._first.append(f"{name}: {why}")
+        if self.count <= self._most:
+            return
+        if not self._most:
+            raise ValueError(f"{self._first[0]} ({self._field} lets such rows be left out)")
+        raise ValueError(f"{self._field}={self._most}: there are more malformed rows: {self._named()}")
+
+    def notes(self) -> list[str]:
+        """A message on the skipped rows, if there are any."""
+        if not self.count:
+            return []
+        return [f"malformed rows left out: {self.count:,}: {self._named()}"]
+
+    def _named(self) -> str:
+        return "; ".join(self._first) + ("; ..." if self.count > len(self._first) else "")
 
 
 def find(columns: Mapping[str, Any], name: str) -> Any:

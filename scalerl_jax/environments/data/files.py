@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
-from scalerl_jax.environments.data.malformed import MalformedRows
+from scalerl_jax.environments.data.columns import MalformedRows
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _MARK = b"\xef\xbb\xbf"

@@ -13,8 +13,7 @@ from typing import Any
 
 from scalerl_jax.environments.base import Row, joined_content
 from scalerl_jax.environments.data import columns as columns_lib
-from scalerl_jax.environments.data.columns import MISSING, find
-from scalerl_jax.environments.data.malformed import Malformed
+from scalerl_jax.environments.data.columns import MISSING, Malformed, find
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,17 @@
-"""Turns the rows of one environment into prompts: filter, deduplicate, hold out, decontaminate; counts dropped rows."""
+"""Turns the rows of one environment into prompts: filter, deduplicate, hold out, decontaminate; counts dropped rows.
+
+Held out are the `count` rows with the lowest keys of their questions (base.prompt_key). So the selection does not
+depend on the order of rows, a seed or a template; when data are added, only new rows with lower keys enter it. The same
+key identifies duplicates: prompts that differ only in white space are the same.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from scalerl_jax.config import Config
-from scalerl_jax.environments.base import Environment, Row
-from scalerl_jax.environments.data import decontamination, held_out
+from scalerl_jax.environments.base import Environment, Row, prompt_key, question
+from scalerl_jax.environments.data import decontamination
 from scalerl_jax.environments.data.filter import Filter
 from scalerl_jax.environments.prompts import Prompts
 from scalerl_jax.environments.tokenizer import Tokenizer
@@ -87,7 +92,7 @@ class Problems:
                 break
             # A prompt that is too long is not trained on either; the next one is held out instead.
             for row in self._render([candidates[key]]):
-                asked = held_out.key(row.text, row.key)
+                asked = prompt_key(row.text, row.key)
                 if not self._repeats(row, known.held_out_asked.get(asked)):
                     known.held_out_asked[asked] = row
                     self._asked.append(row)
@@ -107,11 +112,11 @@ class Problems:
         if self._config.environment.decontaminate:
             evaluations = decontamination.read(self._config)
             environment = self._config.environment
-            clean = [row for row in clean if not evaluations.has(held_out.question(row, environment), row.name)]
+            clean = [row for row in clean if not evaluations.has(question(row, environment), row.name)]
             self._contaminated = evaluations.notes()
         kept = []
         for row in self._render(clean):
-            asked = held_out.key(row.text, row.key)
+            asked = prompt_key(row.text, row.key)
             if self._is_held_out(row, known.held_out_asked.get(asked)):
                 continue
             if not self._repeats(row, known.train_asked.get(asked)):
@@ -147,7 +152,7 @@ class Problems:
                 self._filtered.add(row.name)
 
     def _key(self, row: Row) -> bytes:
-        return held_out.key(held_out.question(row, self._config.environment), row.key)
+        return prompt_key(question(row, self._config.environment), row.key)
 
     def _is_held_out(self, row: Row, asked: Row | None) -> bool:
         if asked is not None:

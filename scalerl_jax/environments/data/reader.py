@@ -8,9 +8,9 @@ from scalerl_jax.config import ColumnsConfig, Config
 from scalerl_jax.environments.base import Row, scores_itself
 from scalerl_jax.environments.data import columns as columns_lib
 from scalerl_jax.environments.data import layouts, sources
+from scalerl_jax.environments.data.columns import MalformedRows
 from scalerl_jax.environments.data.filter import Filter
 from scalerl_jax.environments.data.layouts import LAYOUTS
-from scalerl_jax.environments.data.malformed import MalformedRows
 from scalerl_jax.environments.data.sources import Source
 
 Finish = Callable[[Row, Mapping[str, Any]], Row]  # of a row and its columns; raises ValueError: the row is malformed
@@ -27,9 +27,7 @@ class Reader:
         self, config: Config, *, kind: str = "math", needs: Iterable[str] = ("answer",), finish: Finish | None = None
     ):
         self._environment, self._kind, self._needs, self._finish = config.environment, kind, tuple(needs), finish
-        self._malformed = MalformedRows(
-            field="config.environment.max_malformed_rows", most=config.environment.max_malformed_rows
-        )
+        self._malformed = MalformedRows.of(config.environment)
         self._filter = Filter(config.environment.filter, "config.environment.filter")
         self._filtered = 0
         self._others: dict[str, int] = {}  # rows that are not a layout's own, by its name

@@ -13,8 +13,8 @@ import pytest
 from pyarrow import parquet
 
 from scalerl_jax.environments.data import files
+from scalerl_jax.environments.data.columns import MalformedRows
 from scalerl_jax.environments.data.files import json_row
-from scalerl_jax.environments.data.malformed import MalformedRows
 
 ROWS = [
     {"prompt": "one?", "answer": "1"},

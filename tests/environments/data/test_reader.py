@@ -8,8 +8,8 @@ from pyarrow import parquet
 
 from scalerl_jax.config import Config
 from scalerl_jax.environments.data import layouts
+from scalerl_jax.environments.data.columns import MalformedRows
 from scalerl_jax.environments.data.layouts import LAYOUTS
-from scalerl_jax.environments.data.malformed import MalformedRows
 from scalerl_jax.environments.data.reader import Reader
 from scalerl_jax.environments.data.sources import parse, weights
 from tests.environments.data.published import ASKED, LOOKS, PUBLISHED
