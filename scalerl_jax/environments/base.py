@@ -3,7 +3,7 @@
     rows(split)             the problems of "train" or of "validation"
     score(row, completion)  reward and correctness of the text after the thinking
     episode(row)            instead of score: an object that replies to the policy's turns, see episode.py
-    run(row, client)        instead of score: a program that requests any number of turns by HTTP, see agent.py
+    run(row, client)        instead of score: a program that requests any number of turns by HTTP, see episode.py
 
 An environment is one file with a `make(config) -> Environment`, and one row of ENVIRONMENTS in load.py. In a mixture
 `make` gets the run's config with the environment's own as config.environment. `make` itself reads no data: `rows` does,

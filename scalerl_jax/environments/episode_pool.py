@@ -39,10 +39,9 @@ import numpy as np
 from scalerl_jax import config_io
 from scalerl_jax.config import Config
 from scalerl_jax.environments import parts
-from scalerl_jax.environments.agent import Client
 from scalerl_jax.environments.base import Environment, Row, Score, ScorerError
 from scalerl_jax.environments.complaints import Complaints
-from scalerl_jax.environments.episode import Step, Trajectory
+from scalerl_jax.environments.episode import Client, Step, Trajectory
 from scalerl_jax.environments.prompts import Replies
 from scalerl_jax.environments.scorer_pool import START_SECONDS, START_TRIES, row_json, worker_environment
 from scalerl_jax.environments.tokenizer import split_as_run

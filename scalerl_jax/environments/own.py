@@ -6,7 +6,7 @@
         def score(self, row, completion): ...          # sync or async: float, bool, Score or dict (user_functions.py)
         def episode(self, row): ...                    # instead of score: an object with step(turn), see episode.py
         tools = [...]                                  # with score: tools that turns may call before it, see tools.py
-        def run(self, row, client): ...                # instead of score: a program that requests turns, see agent.py
+        def run(self, row, client): ...                # instead of score: a program that requests turns, see episode.py
         def prepare(self): ...                         # optional: called once per process, before its first row
         weights = {}                                   # the rest is optional too, as in base.py
         waits_seconds = 0.0
@@ -28,8 +28,8 @@ from typing import Any
 from scalerl_jax.config import Config
 from scalerl_jax.environments import tools as tool_calls
 from scalerl_jax.environments import user_code
-from scalerl_jax.environments.agent import Client
 from scalerl_jax.environments.base import Completion, Environment, Row, Score, joined_content
+from scalerl_jax.environments.episode import Client
 from scalerl_jax.environments.user_functions import UserFunction, to_score
 
 _FIELD = "config.environment.name"
