@@ -110,7 +110,7 @@ def _row(name: str, found: Mapping[str, Any], configs: Mapping[str, Config], lay
         columns = dict(layouts.with_tests(columns, LAYOUTS[layout], environment.columns.tests))
     else:
         compares = environment.name in ("math", "arithmetic") and scores_itself(environment)
-        row = columns_lib.make_row(columns, environment.columns, needs=("answer",) if compares else ())
+        row = columns_lib.make_row(columns, environment.columns, needs_answer=compares)
     if environment.name in ("code", "programs"):
         try:
             row = code.with_tests(row, columns, environment=environment)

@@ -7,7 +7,7 @@ cannot be used are counted, named, and skipped up to a limit.
 import ast
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from scalerl_jax.config import ColumnsConfig, EnvironmentConfig
@@ -88,33 +88,26 @@ def written_out(text: str) -> Any:
     return text
 
 
-def make_row(columns: Mapping[str, Any], names: ColumnsConfig, *, needs: Iterable[str] = ("answer",)) -> Row:
-    """The row made from the config's columns.
+def make_row(columns: Mapping[str, Any], names: ColumnsConfig, *, needs_answer: bool = True) -> Row:
+    """The row made from the config's columns. Raises Malformed.
 
-    needs: fields of ColumnsConfig that a row must have besides the prompt. Raises Malformed.
+    needs_answer: a row must have the column of the answer, if the config names one.
     """
-    for field in ("prompt", *needs):
-        name = getattr(names, field)
+    needs_answer = needs_answer and bool(names.answer)
+    wanted = {"prompt": names.prompt, "answer": names.answer if needs_answer else ""}
+    for field, name in wanted.items():
         if name and find(columns, name) is MISSING:
-            wanted = [getattr(names, field) for field in ("prompt", *needs) if getattr(names, field)]
-            none = ""
-            if field == "answer":
-                none = (
-                    "; config.environment.columns.answer= says that rows have none, for a judge or a reward of your own"
-                )
-            raise Malformed(f"has no {name!r} ({keys(columns)}; wanted: {', '.join(wanted)}{none})")
-    prompt = find(columns, names.prompt)
-    messages: tuple[Mapping[str, str], ...] = ()
-    if isinstance(prompt, list):
-        messages = read_messages(prompt, names.prompt)
-        text = joined_content(messages)
-    else:
-        text = read_text(prompt, names.prompt)
+            none = "; config.environment.columns.answer= says that rows have none, for a judge or a reward of your own"
+            raise Malformed(
+                f"has no {name!r} ({keys(columns)}; wanted: {', '.join(filter(None, wanted.values()))}"
+                f"{none if field == 'answer' else ''})"
+            )
+    text, messages = read_prompt(find(columns, names.prompt), names.prompt)
     answer = find(columns, names.answer) if names.answer else MISSING
     task = find(columns, names.task) if names.task else MISSING
     return Row(
         text,
-        read_answer(answer, names.answer) if "answer" in needs and names.answer else loose_answer(answer),
+        read_answer(answer, names.answer) if needs_answer else loose_answer(answer),
         task="" if task in (MISSING, None, "") else read_text(number_text(task), names.task),
         extra=dict(columns),
         messages=messages,
@@ -126,6 +119,14 @@ def keys(columns: Mapping[str, Any]) -> str:
     """The names of the columns, for messages."""
     found = list(columns)
     return f"keys: {', '.join(found[:12])}{', ...' if len(found) > 12 else ''}" if found else "it has no keys"
+
+
+def read_prompt(value: Any, name: str) -> tuple[str, tuple[Mapping[str, str], ...]]:
+    """(text, messages) of a prompt that is a text, without messages, or a list of messages. Raises Malformed."""
+    if isinstance(value, list):
+        messages = read_messages(value, name)
+        return joined_content(messages), messages
+    return read_text(value, name), ()
 
 
 def read_text(value: Any, name: str) -> str:

@@ -147,7 +147,7 @@ def read(config: Config) -> Evaluations:
                 if source.layout:
                     row = layouts.make_row(columns, dataclasses.replace(layouts.LAYOUTS[source.layout], answers=()))
                 else:
-                    row = columns_lib.make_row(columns, environment.columns, needs=())
+                    row = columns_lib.make_row(columns, environment.columns, needs_answer=False)
                 texts.append(question(row, environment))
             except ValueError as error:
                 malformed.skip(name, str(error))

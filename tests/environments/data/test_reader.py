@@ -218,7 +218,7 @@ def test_what_an_environment_makes_of_a_row_may_fail(tmp_path):
         return row
 
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "tests": []}, {"prompt": "b"}])
-    reader = Reader(config_of(path, max_malformed_rows=1), needs=(), finish=finish)
+    reader = Reader(config_of(path, max_malformed_rows=1), kind="code", finish=finish)
     assert [row.text for row in reader.rows("train")] == ["a"]
     assert reader.notes() == [f"malformed rows left out: 1: {path} row 2: there are no unit tests"]
 
