@@ -22,7 +22,7 @@ import asyncio
 import dataclasses
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from scalerl_jax.config import Config
@@ -30,7 +30,7 @@ from scalerl_jax.environments import tools as tool_calls
 from scalerl_jax.environments import user_code
 from scalerl_jax.environments.base import Completion, Environment, Row, Score, joined_content
 from scalerl_jax.environments.episode import Client
-from scalerl_jax.environments.user_functions import UserFunction, to_score
+from scalerl_jax.environments.user_functions import UserFunction, awaited, to_score
 
 _FIELD = "config.environment.name"
 _ANY = (Exception, SystemExit)  # what the user's own code may raise
@@ -110,19 +110,16 @@ def make(config: Config) -> Environment:
                 raise ValueError(f"{row.name}: 'source' is {row.source!r}, and weights has {', '.join(weights)}")
             yield row
 
-    def scored(row: Row, completion: Completion) -> Score:
-        return function.score(row, completion)
-
     def played(row: Row, client: Client) -> Score:
         assert run is not None
         value = run(row, client)
         if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
+            value = asyncio.run(awaited(value))
         return to_score(value, correct_at=config.environment.correct_at)
 
     def with_tools(row: Row) -> tool_calls.ToolEpisode:
         assert toolbox is not None
-        return tool_calls.ToolEpisode(row, toolbox, score=scored, characters=config.environment.tool_characters)
+        return tool_calls.ToolEpisode(row, toolbox, score=function.score, characters=config.environment.tool_characters)
 
     options: dict[str, Any] = {}
     kinds = {"weights": Mapping, "waits_seconds": (int, float), "deterministic": bool}
@@ -146,7 +143,7 @@ def make(config: Config) -> Environment:
     deterministic = options.pop("deterministic", False)
     to_prepare = toolbox is not None or hasattr(environment, "prepare")
     return Environment(
-        rows, scored, prepare=prepare if to_prepare else None, reads_thinking=True,
+        rows, function.score, prepare=prepare if to_prepare else None, reads_thinking=True,
         deterministic=lambda: deterministic, episode=with_tools if toolbox is not None else episode,
         run=played if run is not None else None, scores_answers=episode is None and run is None, **options,
     )  # fmt: skip
@@ -154,10 +151,6 @@ def make(config: Config) -> Environment:
 
 def _not_scored(row: Row, completion: Completion) -> float:
     raise AssertionError("an environment with episodes is not asked for scores")
-
-
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
 
 
 def _takes_one(made: Callable) -> bool:

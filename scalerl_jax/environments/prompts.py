@@ -52,12 +52,12 @@ class Prompts:
         waiting = iter(rows)
         while some := list(itertools.islice(waiting, _AT_ONCE)):
             asked = [self._asked(row) for row in some]
-            for (row, rendered), ids in zip(asked, self._encode([row for row, _ in asked]), strict=True):
-                ids = ids if rendered else self._tokenizer.begun(ids)
+            for row, ids in zip(asked, self._encode(asked), strict=True):
+                ids = ids if row.rendered else self._tokenizer.begun(ids)
                 yield dataclasses.replace(row, token_ids=np.asarray(ids, np.int32))
 
-    def _asked(self, row: Row) -> tuple[Row, bool]:
-        """The row with its prompt's text, and whether the chat template rendered it."""
+    def _asked(self, row: Row) -> Row:
+        """The row with its prompt's text, without its token ids."""
         asked = row.chat or self._how == "always"
         rendered = bool(row.messages) or bool(row.tools) or (self._template is not None and asked)
         rendered = rendered and not row.agent
@@ -75,7 +75,7 @@ class Prompts:
         # The original question, which a reward may read.
         messages = row.messages or ({"role": "user", "content": row.text},)
         calls = self._form or HERMES if rendered else HERMES
-        return dataclasses.replace(row, text=text, messages=messages, rendered=rendered, calls=calls), rendered
+        return dataclasses.replace(row, text=text, messages=messages, rendered=rendered, calls=calls)
 
     def _encode(self, rows: Sequence[Row]) -> list[list[int]]:
         try:

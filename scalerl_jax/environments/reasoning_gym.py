@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from scalerl_jax.config import Config
-from scalerl_jax.environments.base import Completion, Environment, Row, Score, ScorerError, shortened
+from scalerl_jax.environments.base import Environment, Row, Score, ScorerError, shortened
 
 NAME = "reasoning_gym:"
 _VALIDATION_SEED = 20_251_013
@@ -54,13 +54,10 @@ def make(config: Config) -> Environment:
     def prepare() -> None:
         _data_set(name, seed=0, size=1, options=json.dumps(config.environment.options))
 
-    def score(row: Row, completion: Completion) -> Score:
-        return _score(row, completion, config)
-
-    return Environment(rows, score, prepare=prepare, deterministic=lambda: True)
+    return Environment(rows, functools.partial(_score, config=config), prepare=prepare, deterministic=lambda: True)
 
 
-def _score(row: Row, completion: str, config: Config) -> Score:
+def _score(row: Row, completion: str, *, config: Config) -> Score:
     if missing := [column for column in ("question", "seed", "size", "index") if column not in row.extra]:
         raise ScorerError(
             f"{_FIELD}={config.environment.name}: a row has no {', '.join(missing)}, by which it was made"

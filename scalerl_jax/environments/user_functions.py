@@ -17,7 +17,7 @@ import math
 import numbers
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from scalerl_jax.environments import user_code
@@ -112,12 +112,9 @@ class UserFunction:
         )
 
     def _awaited(self, value: Any) -> Any:
-        async def wait() -> Any:
-            return await value
-
         if self._runner is None:
             self._runner = asyncio.Runner()
-        return self._runner.run(wait())
+        return self._runner.run(awaited(value))
 
     def _give_up_loop(self) -> None:
         """Drops the event loop, whose state after an interruption is unknown: the next coroutine gets a new one."""
@@ -125,6 +122,11 @@ class UserFunction:
         if runner is not None:
             with contextlib.suppress(TookTooLong), within(CLOSING_SECONDS):
                 runner.close()
+
+
+async def awaited(value: Awaitable[Any]) -> Any:
+    """An awaitable as the coroutine that an event loop needs."""
+    return await value
 
 
 def to_score(value: Any, *, correct_at: float) -> Score:

@@ -56,7 +56,6 @@ class Problems:
         self._shared, self._long = Counted(), Counted()
         self._contaminated: list[str] = []
         self._asked: list[Row] = []
-        self._taken_out = False
         self._counts = ""
 
     def read_held_out(self, environment: Environment, known: Known) -> None:
@@ -85,8 +84,7 @@ class Problems:
         """
         if self._config.environment.validation and not self._held_out:
             raise ValueError("config.environment.validation: no prompt is left")
-        self._taken_out = self.takes_out
-        candidates = self._train if self._taken_out else self._held_out
+        candidates = self._train if self.takes_out else self._held_out
         for key in sorted(candidates):
             if len(self._asked) == self._config.evaluation.prompts:
                 break
@@ -96,14 +94,14 @@ class Problems:
                 if not self._repeats(row, known.held_out_asked.get(asked)):
                     known.held_out_asked[asked] = row
                     self._asked.append(row)
-            if self._taken_out:
+            if self.takes_out:
                 del candidates[key]
         self._counts = f"{len(self._asked):,} prompts held out"
         return self._asked
 
     def train(self, known: Known) -> list[Row]:
         """The training rows as token ids, in order. Call it after `held_out` of all environments. Raises ValueError."""
-        if self._taken_out and self._asked and not self._train:
+        if self.takes_out and self._asked and not self._train:
             raise ValueError(
                 f"config.evaluation.prompts={self._config.evaluation.prompts}: there are {len(self._asked)} prompts in "
                 "all, and none is left to train on; config.environment.validation names prompts of its own"
@@ -123,7 +121,7 @@ class Problems:
                 known.train_asked[asked] = row
                 kept.append(row)
         self._counts = f"{len(kept):,} training prompts, {len(self._asked):,} held out"
-        if self._taken_out:
+        if self.takes_out:
             self._counts += " of the same rows"
         return kept
 
