@@ -10,15 +10,6 @@ from scalerl_jax.config import PHRASE, Config, EnvironmentConfig
 from scalerl_jax.environments import Row, arithmetic, made_problems
 from scalerl_jax.environments.base import Stratum
 from scalerl_jax.environments.load import load_rows
-from scalerl_jax.environments.tokenizer import make_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    corpus = made_problems.corpus(
-        arithmetic.draw, arithmetic.trace, EnvironmentConfig(minimum_terms=3, maximum_terms=8), seed=0, phrase=PHRASE
-    )
-    return make_tokenizer(corpus=corpus, path=str(tmp_path_factory.mktemp("tokenizer")), vocabulary=384)
 
 
 def test_training_and_held_out_problems_are_disjoint_whatever_the_seed(tokenizer):

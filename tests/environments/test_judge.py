@@ -275,10 +275,7 @@ def test_in_the_processes_that_score(endpoint):
     server = endpoint("yes", "no")
     config = server.config(retries=0)
     config.environment.rewards, config.environment.reward = {"judge": 0.5, "environment": 1.0}, ""
-    pool = ScorerPool(config, {"": make_environment(config)})
-    try:
+    with contextlib.closing(ScorerPool(config, {"": make_environment(config)})) as pool:
         score = pool.submit(ROW, Completion("4")).result(600)
         assert (score.reward, score.correct) == (1.5, True) and score.metrics["rewards/judge"] == 1.0
         assert pool.submit(ROW, Completion("5")).result(600).reward == -1.5
-    finally:
-        pool.close()

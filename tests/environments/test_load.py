@@ -9,20 +9,11 @@ import shutil
 import numpy as np
 import pytest
 
-from scalerl_jax.config import PHRASE, Config, EnvironmentConfig
-from scalerl_jax.environments import arithmetic, made_problems
+from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.environments.base import Row, Stratum, asked
 from scalerl_jax.environments.load import digest, load_rows, make_environment, place_of
-from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
+from scalerl_jax.environments.tokenizer import Tokenizer
 from tests.environments import odd
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    corpus = made_problems.corpus(
-        arithmetic.draw, arithmetic.trace, EnvironmentConfig(minimum_terms=3, maximum_terms=8), seed=0, phrase=PHRASE
-    )
-    return make_tokenizer(corpus=corpus, path=str(tmp_path_factory.mktemp("tokenizer")), vocabulary=384)
 
 
 def jsonl(path, rows):

@@ -1,6 +1,7 @@
 """Reward functions of the user's, through the processes that score."""
 
 import dataclasses
+from contextlib import closing
 
 import pytest
 
@@ -214,11 +215,8 @@ def test_parts_of_a_mixture_have_rewards_of_their_own_in_one_pool(named):
         "style": EnvironmentConfig(reward=named("brief")),
         "bad": EnvironmentConfig(reward=named("brie")),
     }
-    pool = ScorerPool(config, make_environments(config))
-    try:
+    with closing(ScorerPool(config, make_environments(config))) as pool:
         assert pool.submit(dataclasses.replace(ROW, environment="sums"), Completion("2")).result(600).reward == 1.0
         assert pool.submit(dataclasses.replace(ROW, environment="style"), Completion("2")).result(600).reward == -0.1
         with pytest.raises(ScorerError, match=r"^config\.mixture\.bad\.reward=my_rewards\.py:brie: "):
             pool.prepare()
-    finally:
-        pool.close()

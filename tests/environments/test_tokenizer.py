@@ -1,6 +1,7 @@
 """The tokenizer made here is one that transformers reads the same way."""
 
 import json
+import pathlib
 import re
 import shutil
 
@@ -10,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from scalerl_jax.config import PHRASE, EnvironmentConfig
+from scalerl_jax.config import PHRASE, Config
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
-from scalerl_jax.environments import arithmetic, made_problems
 from scalerl_jax.environments.tokenizer import SPECIAL_TOKENS, Tokenizer, make_tokenizer
+from scalerl_jax.traces.built_in import corpus
 
 TEXTS = [
     "31+8-3+9=<think>31+8=39-3=36+9=45</think>45<|endoftext|>",
@@ -24,17 +25,9 @@ TEXTS = [
 ]
 
 
-def corpus():
-    return made_problems.corpus(
-        arithmetic.draw, arithmetic.trace, EnvironmentConfig(minimum_terms=3, maximum_terms=8), seed=0, phrase=PHRASE
-    )
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(corpus=corpus(), path=str(path), vocabulary=384)
-    return path
+def folder(tokenizer):
+    return pathlib.Path(tokenizer.path)
 
 
 def test_any_text_comes_back(folder):
@@ -113,7 +106,7 @@ def test_transformers_reads_the_same(folder, tmp_path):
 
 
 def test_the_same_corpus_makes_the_same_tokenizer(folder, tmp_path):
-    make_tokenizer(corpus=corpus(), path=str(tmp_path), vocabulary=384)
+    make_tokenizer(corpus=corpus(Config()), path=str(tmp_path), vocabulary=384)
     assert tokenizer_fingerprint(tmp_path) == tokenizer_fingerprint(folder)
 
 
@@ -190,4 +183,4 @@ def test_a_folder_without_an_end_of_sequence_is_refused(folder, tmp_path):
 
 def test_a_vocabulary_without_room_for_the_bytes_is_refused(tmp_path):
     with pytest.raises(ValueError, match="needs 259 tokens"):
-        make_tokenizer(corpus=corpus(), path=str(tmp_path), vocabulary=200)
+        make_tokenizer(corpus=corpus(Config()), path=str(tmp_path), vocabulary=200)

@@ -6,20 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_jax.config import PHRASE, Config, EnvironmentConfig
-from scalerl_jax.environments import arithmetic, made_problems
+from scalerl_jax.config import Config
 from scalerl_jax.environments.base import RIGHT, Environment, Row, prompt_key
 from scalerl_jax.environments.data.problems import Known, Problems
-from scalerl_jax.environments.tokenizer import make_tokenizer
 
 texts = st.lists(st.text(min_size=1).filter(str.strip), unique_by=lambda text: " ".join(text.split()), max_size=40)
 
 
 @pytest.fixture(scope="module")
-def chosen(tmp_path_factory):
+def chosen(tokenizer):
     """Of texts, those that are held out for an evaluation of `count` prompts."""
-    corpus = made_problems.corpus(arithmetic.draw, arithmetic.trace, EnvironmentConfig(), seed=0, phrase=PHRASE)
-    tokenizer = make_tokenizer(corpus=corpus, path=str(tmp_path_factory.mktemp("tokenizer")), vocabulary=384)
 
     def of(some, count):
         config = Config()
