@@ -209,18 +209,13 @@ class AgentRun:
     attempt: int = 0  # number of earlier attempts
     processes: set[Any] = dataclasses.field(default_factory=set)  # that sampled any part of it
     branch_parts: tuple[tuple[Part, ...], ...] = ()
-    _completion: Completion | None = None
-
-    @property
-    def completion(self) -> Completion:
-        """The first branch, with the others in `others`. Available after `finish`."""
-        assert self._completion is not None
-        return self._completion
+    # The first branch, with the others in `others`. Available after `finish`.
+    completion: Completion = dataclasses.field(init=False, repr=False)
 
     def finish(self, outcome: Outcome, *, group_id: str) -> Score:
         """Stores the branches of the outcome and returns its score."""
         first, *others = outcome.branches
-        self._completion = dataclasses.replace(first, group_id=group_id, index=self.index, others=tuple(others))
+        self.completion = dataclasses.replace(first, group_id=group_id, index=self.index, others=tuple(others))
         self.branch_parts = outcome.parts
         self.processes.update(part.process for parts in outcome.parts for part in parts)
         return outcome.score

@@ -121,31 +121,29 @@ def make(config: Config) -> Environment:
         assert toolbox is not None
         return tool_calls.ToolEpisode(row, toolbox, score=function.score, characters=config.environment.tool_characters)
 
-    options: dict[str, Any] = {}
-    kinds = {"weights": Mapping, "waits_seconds": (int, float), "deterministic": bool}
-    for option, kind in kinds.items():
-        if hasattr(environment, option):
-            options[option] = value = getattr(environment, option)
-            if not isinstance(value, kind):  # type: ignore[arg-type]
-                raise ValueError(f"{_FIELD}={name}: {option} is {value!r}")
-    weights: Mapping[str, float] = options.get("weights", {})
+    weights: Mapping[str, float] = getattr(environment, "weights", {})
+    waits_seconds = getattr(environment, "waits_seconds", config.environment.reward_seconds)
+    deterministic = getattr(environment, "deterministic", False)
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"{_FIELD}={name}: weights is {weights!r}")
+    if not isinstance(deterministic, bool):
+        raise ValueError(f"{_FIELD}={name}: deterministic is {deterministic!r}")
     for source, weight in weights.items():
         if not isinstance(source, str) or not _finite(weight) or weight <= 0:
             raise ValueError(f"{_FIELD}={name}: weights: {source!r} has {weight!r}, not a number above 0")
-    if not _finite(options.get("waits_seconds", 0)) or options.get("waits_seconds", 0) < 0:
-        raise ValueError(f"{_FIELD}={name}: waits_seconds is {options['waits_seconds']!r}")
+    if not _finite(waits_seconds) or waits_seconds < 0:
+        raise ValueError(f"{_FIELD}={name}: waits_seconds is {waits_seconds!r}")
     if not getattr(environment, "in_processes", True):
         raise ValueError(
             f"{_FIELD}={name}: in_processes is {environment.in_processes!r}: an environment of one's own is scored in "
             "processes, where its limits of time hold; leave it out"
         )
-    options.setdefault("waits_seconds", config.environment.reward_seconds)
-    deterministic = options.pop("deterministic", False)
     to_prepare = toolbox is not None or hasattr(environment, "prepare")
     return Environment(
         rows, function.score, prepare=prepare if to_prepare else None, reads_thinking=True,
         deterministic=lambda: deterministic, episode=with_tools if toolbox is not None else episode,
-        run=played if run is not None else None, scores_answers=episode is None and run is None, **options,
+        run=played if run is not None else None, scores_answers=episode is None and run is None,
+        weights=weights, waits_seconds=waits_seconds,
     )  # fmt: skip
 
 

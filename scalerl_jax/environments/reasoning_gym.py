@@ -64,14 +64,15 @@ def _score(row: Row, completion: str, *, config: Config) -> Score:
         )
     options = json.dumps(config.environment.options)
     name = config.environment.name.removeprefix(NAME)
-    data = _data_set(name, seed=row.extra["seed"], size=row.extra["size"], options=options)
-    entry = _entry(data, row.extra["index"])
+    seed, size = row.extra["seed"], row.extra["size"]
+    entry = _entry(name, seed=seed, size=size, options=options, index=row.extra["index"])
     if entry["question"] != row.extra["question"]:
         raise ScorerError(
             f"{_FIELD}={config.environment.name}: {shortened(row.extra['question'])} is another question when made "
             "again"
         )
     answer = answer_in(completion)
+    data = _data_set(name, seed=seed, size=size, options=options)
     share = float(data.score_answer(answer=answer, entry=entry))
     correct = share >= min(1.0, config.environment.correct_at) - 1e-9
     wanted = f", wanted {shortened(row.answer)}" if row.answer else ""
@@ -167,14 +168,10 @@ def _data_set(name: str, *, seed: int, size: int, options: str) -> Any:
         ) from error
 
 
-def _entry(data: Any, index: int) -> Any:
+@functools.lru_cache(maxsize=256)
+def _entry(name: str, *, seed: int, size: int, options: str, index: int) -> Any:
     """An entry, cached: every completion of a group needs the same entry, and some are slow to generate."""
-    kept: dict[int, Any] = data.__dict__.setdefault("_entries_kept", {})
-    if index not in kept:
-        if len(kept) >= 64:
-            kept.pop(next(iter(kept)))
-        kept[index] = data[index]
-    return kept[index]
+    return _data_set(name, seed=seed, size=size, options=options)[index]
 
 
 def main() -> None:

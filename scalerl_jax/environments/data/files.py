@@ -59,24 +59,24 @@ def files_of(where: str, field: str) -> list[str]:
             inside = [name for name in there if os.path.isdir(os.path.join(where, name))]
             more = f"; there are folders in it: {', '.join(inside[:5])}" if inside else ""
             raise ValueError(f"{given}: the folder has no file of rows ({', '.join(SUFFIXES)}){more}")
-        splits = {found[1] for name in names for found in [_SPLIT.search(name.lower())] if found}
+        splits = {match[1] for name in names if (match := _SPLIT.search(name.lower()))}
         if len(splits) > 1:
             raise ValueError(
                 f"{given}: the folder has files of several splits ({', '.join(sorted(splits))}): name those that are "
                 f"meant, as in {os.path.join(where, min(splits))}*"
             )
         return [os.path.join(where, name) for name in names]
-    if not os.path.exists(where) and glob.has_magic(where):
+    found = [where]
+    if not os.path.exists(where):
+        if not glob.has_magic(where):
+            raise ValueError(f"{given}: {os.strerror(2)}{_meant(where)}")
         found = sorted(path for path in glob.glob(where, recursive=True) if os.path.isfile(path))
         if not found:
             raise ValueError(f"{given}: no file is of that pattern")
-        for path in found:
-            _known(path, given)
-        return found
-    if not os.path.exists(where):
-        raise ValueError(f"{given}: {os.strerror(2)}{_meant(where)}")
-    _known(where, given)
-    return [where]
+    for path in found:
+        if not kind_of(path):
+            raise ValueError(f"{given}: {path} is not one of {', '.join(SUFFIXES)} by its name (.gz may follow)")
+    return found
 
 
 def _meant(where: str) -> str:
@@ -87,11 +87,6 @@ def _meant(where: str) -> str:
     if os.path.isdir(folder) and "/" not in folder and not kind_of(where):
         hint += f" (if it is a data set of the hub: {where}#SPLIT)"
     return hint
-
-
-def _known(path: str, given: str) -> None:
-    if not kind_of(path):
-        raise ValueError(f"{given}: {path} is not one of {', '.join(SUFFIXES)} by its name (.gz may follow)")
 
 
 def read_file(path: str, malformed: MalformedRows) -> Iterator[NamedColumns]:

@@ -49,7 +49,7 @@ class Problems:
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
         self._config, self._prompts = config, Prompts(config, tokenizer)
-        self._filter = Filter(config.environment.filter, "config.environment.filter")
+        self._filter = Filter(config.environment.filter)
         self._held_out: dict[bytes, Row] = {}
         self._train: dict[bytes, Row] = {}
         self._filtered, self._repeated, self._differing = Counted(), Counted(), Counted()

@@ -1,6 +1,7 @@
 """Reads the rows of an environment from the sources in the config."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,9 +27,9 @@ class Reader:
     def __init__(self, config: Config, *, kind: str = "math", finish: Finish | None = None):
         self._environment, self._kind, self._finish = config.environment, kind, finish
         self._malformed = MalformedRows.of(config.environment)
-        self._filter = Filter(config.environment.filter, "config.environment.filter")
+        self._filter = Filter(config.environment.filter)
         self._filtered = 0
-        self._others: dict[str, int] = {}  # rows that are not a layout's own, by its name
+        self._others: Counter[str] = Counter()  # rows that are not a layout's own, by its name
         self._suspected: list[str] = []
         self.weights = sources.weights(self._sources("train"))
 
@@ -51,7 +52,7 @@ class Reader:
             for name, columns in source.read(held_out=split != "train", malformed=self._malformed):
                 empty = False
                 if source.layout and not layouts.has(columns, LAYOUTS[source.layout]):
-                    self._others[source.layout] = self._others.get(source.layout, 0) + 1
+                    self._others[source.layout] += 1
                     continue
                 row = self._row(name, columns, source)
                 if row is None:

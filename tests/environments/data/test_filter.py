@@ -17,7 +17,7 @@ ROW = {
 
 
 def keeps(expression, row=ROW):
-    return Filter(expression, "config.environment.filter").keeps("FILE row 7", row)
+    return Filter(expression).keeps("FILE row 7", row)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_it_says_of_a_row(expression, kept):
 )
 def test_what_it_may_not_say(expression, told):
     with pytest.raises(ValueError, match=rf"^config\.environment\.filter=.*: .*{told}") as caught:
-        Filter(expression, "config.environment.filter")
+        Filter(expression)
     assert "\n" not in str(caught.value)
 
 
