@@ -95,7 +95,7 @@ def test_too_small_a_task_is_named(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("said", "correct", "answer"),
+    ("text", "correct", "answer"),
     [
         ("7", True, "7"),
         (" 7\n", True, "7"),
@@ -112,8 +112,8 @@ def test_too_small_a_task_is_named(tokenizer):
         ("", False, None),
     ],
 )
-def test_an_answer_and_its_vote(said, correct, answer):
-    found = arithmetic.score(Row("3+4=", "7"), said)
+def test_an_answer_and_its_vote(text, correct, answer):
+    found = arithmetic.score(Row("3+4=", "7"), text)
     assert (found.reward, found.correct, found.answer) == (1.0 if correct else -1.0, correct, answer)
     assert found.why.endswith("said 7" if correct else "wanted 7") and len(found.why) < 60
 

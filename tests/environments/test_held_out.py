@@ -28,7 +28,7 @@ def test_they_are_those_of_a_run(tokenizer, tmp_path):
 def test_sets_that_are_named_are_whole_whatever_stands_beside_them(tokenizer, tmp_path):
     a = EnvironmentConfig(name="math", validation=jsonl(tmp_path / "a.jsonl", rows(1, 2, 3)))
     b = EnvironmentConfig(name="math", validation=jsonl(tmp_path / "b.jsonl", rows(2, 3, 4)))
-    held, said = load_held_out(Config(mixture={"a": a, "b": b}), tokenizer, apart=True)
+    held, notes = load_held_out(Config(mixture={"a": a, "b": b}), tokenizer, apart=True)
     assert sorted(row.text for row in held if row.environment == "b") == ["2?", "3?", "4?"]
     assert [row.index for row in held] == list(range(6))
-    assert said == ["a: 3 prompts held out", "b: 3 prompts held out"]
+    assert notes == ["a: 3 prompts held out", "b: 3 prompts held out"]

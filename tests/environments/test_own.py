@@ -183,7 +183,7 @@ def test_an_agent_has_its_prompts_as_they_are_written(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("Plane", r"mine\.py has no Plane \(it has: "),
         ("NUMBER", "is int, not a class$"),
@@ -197,14 +197,14 @@ def test_an_agent_has_its_prompts_as_they_are_written(config, tmp_path):
         ("Inside", "in_processes is False: .* scored in processes, where its limits of time hold; leave it out$"),
     ],
 )
-def test_what_is_no_environment(config, name, said):
-    with pytest.raises(ValueError, match=rf"^config\.environment\.name=.*mine\.py:{name}: .*{said}") as caught:
+def test_what_is_no_environment(config, name, expected):
+    with pytest.raises(ValueError, match=rf"^config\.environment\.name=.*mine\.py:{name}: .*{expected}") as caught:
         make_environment(config(name))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("BadRows", r"train row 2: has no 'prompt' \(it has: question\)$"),
         ("Unprompted", "train row 1: 'prompt' is neither a text nor messages"),
@@ -220,8 +220,8 @@ def test_what_is_no_environment(config, name, said):
         ("Crashes", r"rows\('train'\): KeyError: 'x' \(mine\.py line \d+\)$"),
     ],
 )
-def test_what_is_no_row(config, name, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_is_no_row(config, name, expected):
+    with pytest.raises(ValueError, match=expected):
         list(make_environment(config(name)).rows("train"))
 
 

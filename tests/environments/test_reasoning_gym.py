@@ -99,7 +99,7 @@ def test_a_held_out_prompt_is_no_training_prompt_though_there_are_few():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "expected"),
     [
         ("chain_sums", {}, "has no data set of that name; near it are chain_sum"),
         ("chain_sum", {"terms": 3}, r"options: reasoning_gym:chain_sum has no option 'terms' to give \(it has: "),
@@ -107,10 +107,10 @@ def test_a_held_out_prompt_is_no_training_prompt_though_there_are_few():
         ("chain_sum", {"min_terms": -1}, "AssertionError"),
     ],
 )
-def test_what_cannot_be_is_one_line(name, options, said):
+def test_what_cannot_be_is_one_line(name, options, expected):
     prepare = make_environment(config_of(name, **options)).prepare
     assert prepare is not None
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=expected) as caught:
         prepare()
     assert "\n" not in str(caught.value)
 

@@ -160,8 +160,8 @@ def test_tokens_beyond_the_model_s_vocabulary_are_named(folder, tmp_path):
     Tokenizer(str(folder)).check_vocabulary(size)
     vocabulary[last] = size + 5  # the largest id is more than there are tokens
     (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(content))
-    told = rf"tokenizer\.json: token {size + 5} \({re.escape(repr(last))}\) is beyond the model's vocabulary of {size} "
-    with pytest.raises(ValueError, match=told) as error:
+    line = rf"tokenizer\.json: token {size + 5} \({re.escape(repr(last))}\) is beyond the model's vocabulary of {size} "
+    with pytest.raises(ValueError, match=line) as error:
         Tokenizer(str(tmp_path / "t")).check_vocabulary(size)
     assert "\n" not in str(error.value)
     Tokenizer(str(tmp_path / "t")).check_vocabulary(size + 6)

@@ -86,7 +86,7 @@ def test_a_list_of_lists_is_rows_with_numbers_for_columns(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("answer", "column", "told"),
+    ("answer", "column", "expected"),
     [
         ('["\\\\frac{1}{2}"]', "answer", "'answer' is a list of 1; answer.0 is the first of it"),
         ([4, 5], "answer", "'answer' is a list of 2; answer.0 is the first of it"),
@@ -96,11 +96,11 @@ def test_a_list_of_lists_is_rows_with_numbers_for_columns(tmp_path):
         ("[4, 5]", "answer", ""),  # an interval, as mathematics writes it
     ],
 )
-def test_an_answer_that_no_completion_would_say_is_refused_or_read_by_its_path(tmp_path, answer, column, told):
+def test_an_answer_that_no_completion_would_say_is_refused_or_read_by_its_path(tmp_path, answer, column, expected):
     config = config_of(jsonl(tmp_path / "rows.jsonl", [{"prompt": "2+2?", "answer": answer}]))
     config.environment.columns.answer = column
-    if told:
-        with pytest.raises(ValueError, match=told):
+    if expected:
+        with pytest.raises(ValueError, match=expected):
             rows_of(config)
     else:
         (row,) = rows_of(config)
@@ -131,8 +131,8 @@ def test_a_column_of_tasks_that_no_row_has(tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "2+2?", "answer": 4, "topic": "sums"}])
     config = config_of(path)
     config.environment.columns.task = "topik"
-    told = rf"^config\.environment\.columns\.task=topik: no row of config\.environment\.train={path} has it"
-    with pytest.raises(ValueError, match=told):
+    expected = rf"^config\.environment\.columns\.task=topik: no row of config\.environment\.train={path} has it"
+    with pytest.raises(ValueError, match=expected):
         rows_of(config)
     config.environment.validation = jsonl(tmp_path / "test.jsonl", [{"prompt": "3?", "answer": 3, "topik": None}])
     assert rows_of(config) and rows_of(config, "validation")  # tasks are reported of evaluations
@@ -316,7 +316,7 @@ def test_the_grammar(text, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("a.jsonl,", "train=a.jsonl,: there is nothing between two of its commas"),
         ("a.jsonl*0", r"train=a.jsonl\*0: the weight of a.jsonl is 0, and must be above 0"),
@@ -327,8 +327,8 @@ def test_the_grammar(text, expected):
         ("gsm9k:a.jsonl", "train=gsm9k:a.jsonl: gsm9k is not one of the known layouts, polaris, deepscaler"),
     ],
 )
-def test_what_the_grammar_does_not_have(text, told):
-    with pytest.raises(ValueError, match=f"^{told}"):
+def test_what_the_grammar_does_not_have(text, expected):
+    with pytest.raises(ValueError, match=f"^{expected}"):
         parse(text, "train")
 
 
