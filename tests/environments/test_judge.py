@@ -142,22 +142,8 @@ def test_a_reply_that_says_nothing(reply):
 def test_no_reply_is_worth_more_than_1_or_less_than_minus_1():
     random_source = random.Random(7)
     pieces = [
-        "yes",
-        "no",
-        "CORRECT",
-        "INCORRECT",
-        "0.3",
-        "42",
-        "-7",
-        "9/10",
-        "10/9",
-        "/",
-        ":",
-        "Score",
-        "not",
-        ".",
-        "\n",
-    ]
+        "yes", "no", "CORRECT", "INCORRECT", "0.3", "42", "-7", "9/10", "10/9", "/", ":", "Score", "not", ".", "\n",
+    ]  # fmt: skip
     counted = 0
     for _ in range(20_000):
         score = judged(" ".join(random_source.choices(pieces, k=random_source.randint(1, 4))), correct_at=1.0)

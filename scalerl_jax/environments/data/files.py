@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
-from scalerl_jax.environments.data.columns import MalformedRows
+from scalerl_jax.environments.data.columns import Malformed, MalformedRows
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _MARK = b"\xef\xbb\xbf"
@@ -124,8 +124,13 @@ _DECODER = json.JSONDecoder(parse_constant=lambda _: None, parse_float=_finite)
 
 
 def _loads(text: bytes) -> Any:
-    """Parses JSON, with NaN and infinities as None. Raises ValueError or RecursionError."""
-    return _DECODER.decode(text.decode("utf-8"))
+    """Parses JSON, with NaN and infinities as None. Raises Malformed."""
+    try:
+        return _DECODER.decode(text.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise Malformed(f"is not UTF-8 text ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"is not JSON ({error})") from error
 
 
 def _lines(file: IO[bytes], path: str, malformed: MalformedRows) -> Iterator[NamedColumns]:
@@ -137,24 +142,20 @@ def _lines(file: IO[bytes], path: str, malformed: MalformedRows) -> Iterator[Nam
         name = f"{path} row {number}"
         try:
             value = _loads(line)
-        except UnicodeDecodeError as error:
-            malformed.skip(name, f"is not UTF-8 text ({error})")
-        except (ValueError, RecursionError) as error:
-            malformed.skip(name, f"is not JSON ({error})")
+        except Malformed as error:
+            malformed.skip(name, str(error))
+            continue
+        if isinstance(value, dict):
+            yield name, value
         else:
-            if isinstance(value, dict):
-                yield name, value
-            else:
-                malformed.skip(name, "is not a JSON object" + (": a file that is a list is a .json" * (number == 1)))
+            malformed.skip(name, "is not a JSON object" + (": a file that is a list is a .json" * (number == 1)))
 
 
 def _list(file: IO[bytes], path: str, malformed: MalformedRows) -> Iterator[NamedColumns]:
     try:
         values = _loads(file.read().removeprefix(_MARK))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text ({error})") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is not JSON ({error})") from error
+    except Malformed as error:
+        raise ValueError(f"{path}: {error}") from error
     for number, value in enumerate(values, 1):
         if isinstance(value, list):
             value = {str(n): cell for n, cell in enumerate(value)}

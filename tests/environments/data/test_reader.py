@@ -140,25 +140,16 @@ def test_a_column_of_tasks_that_no_row_has(tmp_path):
 
 def test_a_row_that_a_layout_does_not_fit(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"question": "2+2?", "answer": "four"}])
-    with pytest.raises(ValueError, match=r"a\.jsonl row 1: 'answer' has nothing behind ####"):
-        rows_of(config_of(f"gsm8k:{path}"))
-    with pytest.raises(
-        ValueError, match=r"row 1: has no 'problem' \(keys: question, answer; wanted: problem, answer\)"
+    other = jsonl(tmp_path / "b.jsonl", [{"problem": "2+2?", "answer": "", "solution": "?"}])
+    for train, line in (
+        (f"gsm8k:{path}", r"a\.jsonl row 1: 'answer' has nothing behind ####"),
+        (f"polaris:{path}", r"row 1: has no 'problem' \(keys: question, answer; wanted: problem, answer\)"),
+        (f"dapo:{path}", r"has no 'prompt' \(keys: .*; wanted: prompt, reward_model.ground_truth or sol"),
+        (path, r"row 1: has no 'prompt' .*; perhaps config\.environment\.columns\.prompt=question"),
+        (f"deepscaler:{other}", r"b\.jsonl row 1: 'answer' is not a text, or is empty \(a few rows have no answ"),
     ):
-        rows_of(config_of(f"polaris:{path}"))
-    with pytest.raises(
-        ValueError, match=r"has no 'prompt' \(keys: .*; wanted: prompt, reward_model.ground_truth or sol"
-    ):
-        rows_of(config_of(f"dapo:{path}"))
-    with pytest.raises(
-        ValueError, match=r"row 1: has no 'prompt' .*; perhaps config\.environment\.columns\.prompt=question"
-    ):
-        rows_of(config_of(path))
-    path = jsonl(tmp_path / "b.jsonl", [{"problem": "2+2?", "answer": "", "solution": "?"}])
-    with pytest.raises(
-        ValueError, match=r"b\.jsonl row 1: 'answer' is not a text, or is empty \(a few rows have no answ"
-    ):
-        rows_of(config_of(f"deepscaler:{path}"))
+        with pytest.raises(ValueError, match=line):
+            rows_of(config_of(train))
 
 
 def test_layouts_go_with_their_environment(tmp_path):
