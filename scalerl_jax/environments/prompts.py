@@ -58,22 +58,20 @@ class Prompts:
 
     def _asked(self, row: Row) -> Row:
         """The row with its prompt's text, without its token ids."""
-        asked = row.chat or self._how == "always"
-        rendered = bool(row.messages) or bool(row.tools) or (self._template is not None and asked)
-        rendered = rendered and not row.agent
+        # The original question, which a reward may read.
+        messages = row.messages or ({"role": "user", "content": row.text},)
+        as_user = self._template is not None and (row.chat or self._how == "always")
+        rendered = not row.agent and (bool(row.messages) or bool(row.tools) or as_user)
         try:
             if row.agent:
                 text = row.text  # an agent's requests are rendered when it makes them
             elif rendered:
-                messages = row.messages or [{"role": "user", "content": row.text}]
                 text = self.ask(self.complete(messages), tools=row.tools)
             else:
                 text = self._text(row.text)
                 self._count(text, "text")
         except (ValueError, TypeError) as error:
             raise self._named(row, error) from error
-        # The original question, which a reward may read.
-        messages = row.messages or ({"role": "user", "content": row.text},)
         calls = self._form or HERMES if rendered else HERMES
         return dataclasses.replace(row, text=text, messages=messages, rendered=rendered, calls=calls)
 
