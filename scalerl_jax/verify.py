@@ -42,14 +42,13 @@ from scalerl_jax.environments import code, parts
 from scalerl_jax.environments.base import Row, Score, scores_itself
 from scalerl_jax.environments.data import columns as columns_lib
 from scalerl_jax.environments.data import layouts, sources
+from scalerl_jax.environments.data.columns import Malformed, MalformedRows
 from scalerl_jax.environments.data.files import read_file
 from scalerl_jax.environments.data.layouts import LAYOUTS
-from scalerl_jax.environments.data.malformed import Malformed, MalformedRows
 from scalerl_jax.environments.load import load_rows
 from scalerl_jax.environments.prompts import Prompts
 from scalerl_jax.environments.scorer import Scorer
-from scalerl_jax.environments.thinking import opening, split_as_run, split_thinking, thinking_at_end
-from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.environments.tokenizer import Tokenizer, opening, split_as_run, split_thinking, thinking_at_end
 from scalerl_jax.model.decoder_config import check_folder
 from scalerl_jax.run.progress import ProgressLine, rounded
 from scalerl_jax.system import files, signals
@@ -70,7 +69,7 @@ class Judged:
 def read_rows(paths: Sequence[str], config: Config) -> Iterator[tuple[Mapping[str, Any], Row]]:
     """(columns, row) of each row of the files. Raises ValueError naming file and row."""
     configs = parts.configs(config)
-    malformed = MalformedRows(field="config.environment.max_malformed_rows", most=config.environment.max_malformed_rows)
+    malformed = MalformedRows.of(config.environment)
     for given in paths:
         layout, path = _layout(given)
         for name, found in read_file(path, malformed):
@@ -111,7 +110,7 @@ def _row(name: str, found: Mapping[str, Any], configs: Mapping[str, Config], lay
         columns = dict(layouts.with_tests(columns, LAYOUTS[layout], environment.columns.tests))
     else:
         compares = environment.name in ("math", "arithmetic") and scores_itself(environment)
-        row = columns_lib.make_row(columns, environment.columns, needs=("answer",) if compares else ())
+        row = columns_lib.make_row(columns, environment.columns, needs_answer=compares)
     if environment.name in ("code", "programs"):
         try:
             row = code.with_tests(row, columns, environment=environment)

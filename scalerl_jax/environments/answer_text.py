@@ -57,7 +57,7 @@ _DENIED = re.compile(
 MARKED_CHOICE = re.compile(
     r"(?:(?:option|choice|answer)\s+)?(?:\(\s*([A-Z])\s*\)|\[\s*([A-Z])\s*\]|([A-Z])\s*[).:])", re.IGNORECASE
 )
-_TAKEN_BACK = re.compile(
+_RETRACTED = re.compile(
     r"[.!?\s*]*(?:or|and|but|no|not|wait|actually|maybe|perhaps|alternatively)(?![a-z])", re.IGNORECASE
 )
 _SENTENCE_END = re.compile(r"[.!?](?=[\s*]|$)|\n")
@@ -278,7 +278,7 @@ def final_answers(text: str) -> list[str]:
         if _denied(text[: anchors[-1].start()]) or _lists_choices(rest):
             return []
         end = _SENTENCE_END.search(rest)
-        if end is None or _TAKEN_BACK.match(rest, end.start()):
+        if end is None or _RETRACTED.match(rest, end.start()):
             return _with_reasons_cut([rest])
         return _with_reasons_cut([rest[: end.start()].strip(), rest])
     lines = [line.strip() for line in text.splitlines() if _DELIMITERS.sub("", line).strip(" *.`")]

@@ -3,7 +3,7 @@
     rows(split)             the problems of "train" or of "validation"
     score(row, completion)  reward and correctness of the text after the thinking
     episode(row)            instead of score: an object that replies to the policy's turns, see episode.py
-    run(row, client)        instead of score: a program that requests any number of turns by HTTP, see agent.py
+    run(row, client)        instead of score: a program that requests any number of turns by HTTP, see episode.py
 
 An environment is one file with a `make(config) -> Environment`, and one row of ENVIRONMENTS in load.py. In a mixture
 `make` gets the run's config with the environment's own as config.environment. `make` itself reads no data: `rows` does,
@@ -11,6 +11,7 @@ and a scoring process makes the environment only for `score`.
 """
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -48,9 +49,32 @@ def asked(row: Row) -> str:
     return next((m["content"] for m in reversed(row.messages) if m.get("role") == "user"), row.text)
 
 
+def question(row: Row, environment: EnvironmentConfig) -> str:
+    """A row's question before any template, without a system message that config.environment.system_prompt replaces.
+
+    Rows that differ only in that message get the same prompt.
+    """
+    if environment.system_prompt and row.messages and row.messages[0].get("role") == "system":
+        return joined_content(row.messages[1:])
+    return row.text
+
+
+def prompt_key(text: str, apart: str = "") -> bytes:
+    """[16] hash of a prompt's text, with white space normalized, and of `apart`, which distinguishes equal texts
+    (Row.key). Prompts with equal keys are the same prompt."""
+    whole = " ".join(text.split()) + (f"\0{apart}" if apart else "")
+    return hashlib.blake2b(whole.encode("utf-8"), digest_size=16).digest()
+
+
 def joined_content(messages: Iterable[Mapping[str, str]]) -> str:
     """The contents of the messages as one text."""
     return "\n\n".join(message["content"] for message in messages)
+
+
+def shortened(text: str) -> str:
+    """A text in one line of at most 80 characters, its middle left out, for messages."""
+    shown = " ".join(text.split())
+    return shown if len(shown) <= 80 else f"{shown[:38]} ... {shown[-37:]}"
 
 
 @dataclasses.dataclass(frozen=True)

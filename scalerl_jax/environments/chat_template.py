@@ -25,8 +25,8 @@ Messages = Sequence[Mapping[str, Any]]  # {"role", "content", ...}
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Arguments of the rendering function itself, which the config cannot set.
-_TAKEN = {"conversations", "messages", "chat_template", "add_generation_prompt", "continue_final_message"}
-_TAKEN |= {"return_assistant_tokens_mask", "strftime_now", "raise_exception"}
+_RESERVED = {"conversations", "messages", "chat_template", "add_generation_prompt", "continue_final_message"}
+_RESERVED |= {"return_assistant_tokens_mask", "strftime_now", "raise_exception"}
 _ANSWER = "answered"  # a text that no template writes after an answer
 _TURN = "answered 7f3a9c"  # a text that no template writes anywhere
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -44,7 +44,7 @@ class ChatTemplate:
         self.text, self._arguments = template, {**tokens, **arguments}
         self.marks_turns = _MARKS_TURNS.search(template) is not None  # whether it marks the assistant's tokens
         for name in arguments:
-            if name in _TAKEN:
+            if name in _RESERVED:
                 raise ValueError(f"config.environment.template_arguments: {name!r} is not for the config to give")
             if not re.search(rf"\b{re.escape(name)}\b", template):
                 raise ValueError(

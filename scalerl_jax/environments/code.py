@@ -33,7 +33,7 @@ _NOT_KEPT = (*code_tests.COLUMNS, "solutions", "incorrect_solutions")  # long co
 
 def make(config: Config) -> Environment:
     environment = config.environment
-    reader = Reader(config, kind="code", needs=(), finish=functools.partial(with_tests, environment=environment))
+    reader = Reader(config, kind="code", finish=functools.partial(with_tests, environment=environment))
 
     def rows(split: str) -> Iterator[Row]:
         prepare(environment)  # reports missing requirements before rows are read

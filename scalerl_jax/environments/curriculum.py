@@ -23,6 +23,7 @@ The fleet's thread draws and the trainer's thread records, so both methods hold 
 Left out on purpose: difficulty pools, pass-rate targets.
 """
 
+import copy
 import dataclasses
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,10 +68,6 @@ class _History:
         zeros = np.zeros((prompts, window), np.int64)
         return cls(start, np.full(prompts, NEVER), np.zeros(prompts, np.int64), zeros, zeros.copy())
 
-    def copy(self) -> "_History":
-        arrays = (self.retired_in, self.groups, self.correct, self.total)
-        return _History(self.start, *(array.copy() for array in arrays))
-
 
 @dataclasses.dataclass
 class _Place:
@@ -78,9 +75,6 @@ class _Place:
 
     epochs: np.ndarray  # [strata, 2] int64: index of the current permutation, and how much of it is drawn or skipped
     credit: np.ndarray  # [strata] float64: number of draws by which a stratum is behind its share
-
-    def copy(self) -> "_Place":
-        return _Place(self.epochs.copy(), self.credit.copy())
 
 
 class Curriculum:
@@ -120,7 +114,7 @@ class Curriculum:
         self._next_group = batch * self._groups
         self._place = place
         self._orders = [self._permutation(s, int(epoch)) for s, (epoch, _) in enumerate(place.epochs)]
-        self._starts = {batch: place.copy()}  # batch -> the position before its first draw
+        self._starts = {batch: copy.deepcopy(place)}  # batch -> the position before its first draw
         self._left: list[np.ndarray] = []  # per stratum, the prompts that may be drawn for the current batch
 
     def draw(self, n: int) -> int:
@@ -133,7 +127,7 @@ class Curriculum:
             batch = n // self._groups
             assert self._recorded >= batch - self._k, f"group {n} drawn before batch {batch - self._k - 1} was recorded"
             if n % self._groups == 0:
-                self._starts[batch] = self._place.copy()
+                self._starts[batch] = copy.deepcopy(self._place)
                 self._begin_batch(batch)
             stratum = self._next_stratum()
             if self._config.sampling == "uniform":
@@ -226,7 +220,7 @@ class Curriculum:
                     f"batch {batch} starts before batch {batch - 1} was drawn"
                 )
                 place = self._place
-            place, history = place.copy(), self._history_of(max(0, batch - 1)).copy()
+            place, history = copy.deepcopy((place, self._history_of(max(0, batch - 1))))
             return {
                 "retired_in": history.retired_in,
                 "history_groups": history.groups,

@@ -36,12 +36,11 @@ import numpy as np
 
 from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.environments import parts
-from scalerl_jax.environments.agent import Client
 from scalerl_jax.environments.base import Environment, Row, Score, ScorerError
-from scalerl_jax.environments.episode import Step, Trajectory
+from scalerl_jax.environments.episode import Client, Step, Trajectory
 from scalerl_jax.environments.prompts import Replies
 from scalerl_jax.environments.scorer_pool import Complaints, row_json
-from scalerl_jax.environments.thinking import split_as_run
+from scalerl_jax.environments.tokenizer import split_as_run
 from scalerl_jax.environments.worker_process import (
     START_SECONDS,
     START_TRIES,

@@ -30,9 +30,8 @@ from typing import Any
 
 from scalerl_jax.config import Config
 from scalerl_jax.environments import parts, user_code
-from scalerl_jax.environments.agent import Client
 from scalerl_jax.environments.base import Completion, Row, ScorerError
-from scalerl_jax.environments.episode import as_step
+from scalerl_jax.environments.episode import Client, as_step
 from scalerl_jax.environments.score_worker import Parts
 from scalerl_jax.environments.tool_calls import read_calls
 from scalerl_jax.environments.worker_process import begin, die_with_parent, ready

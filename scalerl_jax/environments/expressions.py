@@ -14,26 +14,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from sympy import (
-    Abs,
-    Add,
-    And,
-    Basic,
-    Derivative,
-    Eq,
-    Float,
-    I,
-    Integral,
-    Interval,
-    MatrixBase,
-    Rational,
-    Set,
-    Symbol,
-    Tuple,
-    ordered,
-    solve,
-)
-from sympy import FiniteSet as SympyFiniteSet
+import sympy
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
@@ -54,33 +35,41 @@ def denied(gold: Any, given: Any) -> bool:
 
 
 def _denied(gold: Any, given: Any) -> bool:
-    if gold == given or not isinstance(gold, Basic | MatrixBase) or not isinstance(given, Basic | MatrixBase):
+    if (
+        gold == given
+        or not isinstance(gold, sympy.Basic | sympy.MatrixBase)
+        or not isinstance(given, sympy.Basic | sympy.MatrixBase)
+    ):
         return False
     gold, given = set_of(gold), set_of(given)
     relations, others = _relations(gold), _relations(given)
     if relations and others:
         return len(relations) != len(others) or any(map(_differ, relations, others))
-    if others and isinstance(others[-1], Eq):  # as in math-verify, x = 5 equals 5
+    if others and isinstance(others[-1], sympy.Eq):  # as in math-verify, x = 5 equals 5
         return denied(gold, others[-1].rhs)
-    if relations and isinstance(relations[-1], Eq):
+    if relations and isinstance(relations[-1], sympy.Eq):
         return denied(relations[-1].rhs, given)
-    if isinstance(gold, Interval) and isinstance(given, Interval):
+    if isinstance(gold, sympy.Interval) and isinstance(given, sympy.Interval):
         return denied(gold.start, given.start) or denied(gold.end, given.end)
-    if isinstance(gold, MatrixBase) and isinstance(given, MatrixBase):
+    if isinstance(gold, sympy.MatrixBase) and isinstance(given, sympy.MatrixBase):
         return gold.shape != given.shape or any(map(denied, gold, given))
-    if isinstance(gold, Tuple | SympyFiniteSet) and isinstance(given, Tuple | SympyFiniteSet):
-        if isinstance(gold, Tuple) and isinstance(given, Tuple):
+    if isinstance(gold, sympy.Tuple | sympy.FiniteSet) and isinstance(given, sympy.Tuple | sympy.FiniteSet):
+        if isinstance(gold, sympy.Tuple) and isinstance(given, sympy.Tuple):
             return len(gold) != len(given) or any(map(denied, gold.args, given.args))
         return not all(any(not denied(one, other) for other in given.args) for one in gold.args)
-    if any(isinstance(one, Symbol) and len(str(one)) > 1 for one in (gold, given)):
+    if any(isinstance(one, sympy.Symbol) and len(str(one)) > 1 for one in (gold, given)):
         return False  # a word, which may be a product of letters on the other side
     return not (all(_at_points(gold, given, POINTS[:1])) and all(_at_points(gold, given, POINTS[1:2], real=True)))
 
 
 def identical(gold: Any, given: Any) -> bool:
-    if not isinstance(gold, Basic) or not isinstance(given, Basic) or gold.atoms(Float) | given.atoms(Float):
+    if (
+        not isinstance(gold, sympy.Basic)
+        or not isinstance(given, sympy.Basic)
+        or gold.atoms(sympy.Float) | given.atoms(sympy.Float)
+    ):
         return False
-    if isinstance(gold, Relational | And) or isinstance(given, Relational | And):
+    if isinstance(gold, Relational | sympy.And) or isinstance(given, Relational | sympy.And):
         return False
     seen, variables = 0, bool(_variables(gold, given))
     try:
@@ -95,16 +84,16 @@ def identical(gold: Any, given: Any) -> bool:
 
 def set_of(expression: Any) -> Any:
     """The right side of an equation between x and a set; any other expression unchanged."""
-    return expression.rhs if isinstance(expression, Eq) and isinstance(expression.rhs, Set) else expression
+    return expression.rhs if isinstance(expression, sympy.Eq) and isinstance(expression.rhs, sympy.Set) else expression
 
 
 def _relations(expression: Any) -> list[Any]:
     """The relations of an expression or of a chain, in order; x = 1 + 1 = 2 becomes x = 2."""
     if isinstance(expression, Relational):
         return [expression]
-    parts = getattr(expression, "_unsorted_args", expression.args) if isinstance(expression, And) else ()
-    if parts and all(isinstance(part, Eq) for part in parts):
-        return [Eq(parts[0].lhs, parts[-1].rhs, evaluate=False)]
+    parts = getattr(expression, "_unsorted_args", expression.args) if isinstance(expression, sympy.And) else ()
+    if parts and all(isinstance(part, sympy.Eq) for part in parts):
+        return [sympy.Eq(parts[0].lhs, parts[-1].rhs, evaluate=False)]
     return list(parts) if all(isinstance(part, Relational) for part in parts) else []
 
 
@@ -113,7 +102,7 @@ def _differ(gold: Any, given: Any) -> bool:
 
     False for inequalities: math-verify compares these well.
     """
-    if gold == given or not isinstance(gold, Eq) or not isinstance(given, Eq):
+    if gold == given or not isinstance(gold, sympy.Eq) or not isinstance(given, sympy.Eq):
         return False
     ours, theirs = gold.lhs - gold.rhs, given.lhs - given.rhs
     ratios = []
@@ -123,8 +112,8 @@ def _differ(gold: Any, given: Any) -> bool:
             return False
         ratios.append((values[0], values[1]))
     (a, b), (c, d) = ratios
-    cross = Add(a * d, -b * c, evaluate=False)
-    if _small(cross, [a * d, b * c]) and (_variables(gold, given) or _small(Add(a, -b, evaluate=False), [a, b])):
+    cross = sympy.Add(a * d, -b * c, evaluate=False)
+    if _small(cross, [a * d, b * c]) and (_variables(gold, given) or _small(sympy.Add(a, -b, evaluate=False), [a, b])):
         return False
     solved = [_solutions(equation) for equation in (gold, given)]
     return (
@@ -136,17 +125,17 @@ def _differ(gold: Any, given: Any) -> bool:
 
 def _solutions(equation: Any) -> list[dict[Any, Any]]:
     """The solutions of an equation, in a fixed order; f(2) and dy/dx are unknowns too."""
-    unknown = {atom: Symbol(str(atom)) for atom in _opaque(equation)}
+    unknown = {atom: sympy.Symbol(str(atom)) for atom in _opaque(equation)}
     plain = equation.xreplace(unknown)
-    return list(ordered(solve(plain, *ordered(plain.free_symbols), dict=True)))
+    return list(sympy.ordered(sympy.solve(plain, *sympy.ordered(plain.free_symbols), dict=True)))
 
 
 def _opaque(expression: Any) -> set[Any]:
     """f(2), dy/dx, the integral of f: each is treated as a separate variable."""
     return {
         atom
-        for atom in expression.atoms(AppliedUndef, Derivative, Integral)
-        if atom.has(AppliedUndef) or (isinstance(atom, Derivative) and not atom.expr.has(*atom.variables))
+        for atom in expression.atoms(AppliedUndef, sympy.Derivative, sympy.Integral)
+        if atom.has(AppliedUndef) or (isinstance(atom, sympy.Derivative) and not atom.expr.has(*atom.variables))
     }
 
 
@@ -157,16 +146,16 @@ def _variables(*expressions: Any) -> set[Any]:
 
 def _at_points(gold: Any, given: Any, salts: tuple[int, ...], *, real: bool = False) -> Iterator[bool]:
     """Yields, for each point where both have a value, whether the values are equal. real: only where both are real."""
-    inexact = bool(gold.atoms(Float) | given.atoms(Float))
+    inexact = bool(gold.atoms(sympy.Float) | given.atoms(sympy.Float))
     for salt in salts:
         values = [_value(one, salt) for one in (gold, given)]
         if None in values or (real and not all(value.is_real for value in values)):
             continue
-        difference = Add(values[0], -values[1], evaluate=False)
+        difference = sympy.Add(values[0], -values[1], evaluate=False)
         if all(value.is_Rational for value in values):
             yield values[0] == values[1]
             continue
-        terms = [term for value in values for term in Add.make_args(value)]
+        terms = [term for value in values for term in sympy.Add.make_args(value)]
         yield _small(difference, terms, ROUNDED if inexact else EQUAL)
 
 
@@ -174,21 +163,21 @@ def _value(expression: Any, salt: int) -> Any:
     """The value of an expression, with each variable replaced by its own number; None if that is not a number."""
     try:
         points = {atom: _point(str(atom), salt) for atom in _variables(expression)}
-        opaque = {atom: value for atom, value in points.items() if not isinstance(atom, Symbol)}
-        imaginary = {atom: I for atom in expression.free_symbols if str(atom) == "i" and not points}
+        opaque = {atom: value for atom, value in points.items() if not isinstance(atom, sympy.Symbol)}
+        imaginary = {atom: sympy.I for atom in expression.free_symbols if str(atom) == "i" and not points}
         value = expression.xreplace(opaque).xreplace({**points, **imaginary}).doit()
         return value if value.is_number and value.is_finite is not False else None
     except NO_VALUE:
         return None
 
 
-def _point(name: str, salt: int) -> Rational:
-    return Rational(503 + zlib.crc32(f"{name} {salt}".encode()) % 997, 499) * (1 if salt > 0 else -1)
+def _point(name: str, salt: int) -> sympy.Rational:
+    return sympy.Rational(503 + zlib.crc32(f"{name} {salt}".encode()) % 997, 499) * (1 if salt > 0 else -1)
 
 
 def _small(difference: Any, terms: list[Any], limit: float = EQUAL) -> bool:
     """Whether `difference` is negligible against the largest term. Raises ValueError if one cannot be computed."""
-    sizes = [Abs(number.evalf(15, maxn=DIGITS)) for number in (difference, *terms)]
+    sizes = [sympy.Abs(number.evalf(15, maxn=DIGITS)) for number in (difference, *terms)]
     if not all(size.is_Number and size.is_finite for size in sizes):
         raise ValueError(f"no value: {sizes}")
     return bool(sizes[0] <= limit * max(sizes[1:]))

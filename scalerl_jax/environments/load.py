@@ -4,7 +4,7 @@
 
 Each prompt occurs once across all environments of a mixture: else the curriculum would treat it as several prompts. No
 held-out prompt is trained on: if validation rows are given, training rows with their prompts are left out; if not, the
-training rows with the lowest hashes are held out (data/held_out.py).
+training rows with the lowest hashes are held out (data/problems.py).
 """
 
 import contextlib

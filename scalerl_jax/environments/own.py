@@ -6,7 +6,7 @@
         def score(self, row, completion): ...          # sync or async: float, bool, Score or dict (user_functions.py)
         def episode(self, row): ...                    # instead of score: an object with step(turn), see episode.py
         tools = [...]                                  # with score: tools that turns may call before it, see tools.py
-        def run(self, row, client): ...                # instead of score: a program that requests turns, see agent.py
+        def run(self, row, client): ...                # instead of score: a program that requests turns, see episode.py
         def prepare(self): ...                         # optional: called once per process, before its first row
         weights = {}                                   # the rest is optional too, as in base.py
         waits_seconds = 0.0
@@ -22,15 +22,15 @@ import asyncio
 import dataclasses
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from scalerl_jax.config import Config
 from scalerl_jax.environments import tools as tool_calls
 from scalerl_jax.environments import user_code
-from scalerl_jax.environments.agent import Client
 from scalerl_jax.environments.base import Completion, Environment, Row, Score, joined_content
-from scalerl_jax.environments.user_functions import UserFunction, to_score
+from scalerl_jax.environments.episode import Client
+from scalerl_jax.environments.user_functions import UserFunction, awaited, to_score
 
 _FIELD = "config.environment.name"
 _ANY = (Exception, SystemExit)  # what the user's own code may raise
@@ -110,54 +110,45 @@ def make(config: Config) -> Environment:
                 raise ValueError(f"{row.name}: 'source' is {row.source!r}, and weights has {', '.join(weights)}")
             yield row
 
-    def scored(row: Row, completion: Completion) -> Score:
-        return function.score(row, completion)
-
     def played(row: Row, client: Client) -> Score:
         assert run is not None
         value = run(row, client)
         if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
+            value = asyncio.run(awaited(value))
         return to_score(value, correct_at=config.environment.correct_at)
 
     def with_tools(row: Row) -> tool_calls.ToolEpisode:
         assert toolbox is not None
-        return tool_calls.ToolEpisode(row, toolbox, score=scored, characters=config.environment.tool_characters)
+        return tool_calls.ToolEpisode(row, toolbox, score=function.score, characters=config.environment.tool_characters)
 
-    options: dict[str, Any] = {}
-    kinds = {"weights": Mapping, "waits_seconds": (int, float), "deterministic": bool}
-    for option, kind in kinds.items():
-        if hasattr(environment, option):
-            options[option] = value = getattr(environment, option)
-            if not isinstance(value, kind):  # type: ignore[arg-type]
-                raise ValueError(f"{_FIELD}={name}: {option} is {value!r}")
-    weights: Mapping[str, float] = options.get("weights", {})
+    weights: Mapping[str, float] = getattr(environment, "weights", {})
+    waits_seconds = getattr(environment, "waits_seconds", config.environment.reward_seconds)
+    deterministic = getattr(environment, "deterministic", False)
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"{_FIELD}={name}: weights is {weights!r}")
+    if not isinstance(deterministic, bool):
+        raise ValueError(f"{_FIELD}={name}: deterministic is {deterministic!r}")
     for source, weight in weights.items():
         if not isinstance(source, str) or not _finite(weight) or weight <= 0:
             raise ValueError(f"{_FIELD}={name}: weights: {source!r} has {weight!r}, not a number above 0")
-    if not _finite(options.get("waits_seconds", 0)) or options.get("waits_seconds", 0) < 0:
-        raise ValueError(f"{_FIELD}={name}: waits_seconds is {options['waits_seconds']!r}")
+    if not _finite(waits_seconds) or waits_seconds < 0:
+        raise ValueError(f"{_FIELD}={name}: waits_seconds is {waits_seconds!r}")
     if not getattr(environment, "in_processes", True):
         raise ValueError(
             f"{_FIELD}={name}: in_processes is {environment.in_processes!r}: an environment of one's own is scored in "
             "processes, where its limits of time hold; leave it out"
         )
-    options.setdefault("waits_seconds", config.environment.reward_seconds)
-    deterministic = options.pop("deterministic", False)
     to_prepare = toolbox is not None or hasattr(environment, "prepare")
     return Environment(
-        rows, scored, prepare=prepare if to_prepare else None, reads_thinking=True,
+        rows, function.score, prepare=prepare if to_prepare else None, reads_thinking=True,
         deterministic=lambda: deterministic, episode=with_tools if toolbox is not None else episode,
-        run=played if run is not None else None, scores_answers=episode is None and run is None, **options,
+        run=played if run is not None else None, scores_answers=episode is None and run is None,
+        weights=weights, waits_seconds=waits_seconds,
     )  # fmt: skip
 
 
 def _not_scored(row: Row, completion: Completion) -> float:
     raise AssertionError("an environment with episodes is not asked for scores")
-
-
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
 
 
 def _takes_one(made: Callable) -> bool:

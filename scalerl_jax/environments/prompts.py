@@ -23,8 +23,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.environments import parts
 from scalerl_jax.environments.base import Row, joined_content
 from scalerl_jax.environments.chat_template import ChatTemplate, Messages, read_chat_template
-from scalerl_jax.environments.thinking import thinking_at_end
-from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.environments.tokenizer import Tokenizer, thinking_at_end
 from scalerl_jax.environments.tool_calls import HERMES, form_of
 
 _AT_ONCE = 1000  # rows that are tokenized together
@@ -53,30 +52,28 @@ class Prompts:
         waiting = iter(rows)
         while some := list(itertools.islice(waiting, _AT_ONCE)):
             asked = [self._asked(row) for row in some]
-            for (row, rendered), ids in zip(asked, self._encode([row for row, _ in asked]), strict=True):
-                ids = ids if rendered else self._tokenizer.begun(ids)
+            for row, ids in zip(asked, self._encode(asked), strict=True):
+                ids = ids if row.rendered else self._tokenizer.begun(ids)
                 yield dataclasses.replace(row, token_ids=np.asarray(ids, np.int32))
 
-    def _asked(self, row: Row) -> tuple[Row, bool]:
-        """The row with its prompt's text, and whether the chat template rendered it."""
-        asked = row.chat or self._how == "always"
-        rendered = bool(row.messages) or bool(row.tools) or (self._template is not None and asked)
-        rendered = rendered and not row.agent
+    def _asked(self, row: Row) -> Row:
+        """The row with its prompt's text, without its token ids."""
+        # The original question, which a reward may read.
+        messages = row.messages or ({"role": "user", "content": row.text},)
+        as_user = self._template is not None and (row.chat or self._how == "always")
+        rendered = not row.agent and (bool(row.messages) or bool(row.tools) or as_user)
         try:
             if row.agent:
                 text = row.text  # an agent's requests are rendered when it makes them
             elif rendered:
-                messages = row.messages or [{"role": "user", "content": row.text}]
                 text = self.ask(self.complete(messages), tools=row.tools)
             else:
                 text = self._text(row.text)
                 self._count(text, "text")
         except (ValueError, TypeError) as error:
             raise self._named(row, error) from error
-        # The original question, which a reward may read.
-        messages = row.messages or ({"role": "user", "content": row.text},)
         calls = self._form or HERMES if rendered else HERMES
-        return dataclasses.replace(row, text=text, messages=messages, rendered=rendered, calls=calls), rendered
+        return dataclasses.replace(row, text=text, messages=messages, rendered=rendered, calls=calls)
 
     def _encode(self, rows: Sequence[Row]) -> list[list[int]]:
         try:

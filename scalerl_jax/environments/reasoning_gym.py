@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from scalerl_jax.config import Config
-from scalerl_jax.environments.base import Completion, Environment, Row, Score, ScorerError
+from scalerl_jax.environments.base import Environment, Row, Score, ScorerError, shortened
 
 NAME = "reasoning_gym:"
 _VALIDATION_SEED = 20_251_013
@@ -54,32 +54,31 @@ def make(config: Config) -> Environment:
     def prepare() -> None:
         _data_set(name, seed=0, size=1, options=json.dumps(config.environment.options))
 
-    def score(row: Row, completion: Completion) -> Score:
-        return _score(row, completion, config)
-
-    return Environment(rows, score, prepare=prepare, deterministic=lambda: True)
+    return Environment(rows, functools.partial(_score, config=config), prepare=prepare, deterministic=lambda: True)
 
 
-def _score(row: Row, completion: str, config: Config) -> Score:
+def _score(row: Row, completion: str, *, config: Config) -> Score:
     if missing := [column for column in ("question", "seed", "size", "index") if column not in row.extra]:
         raise ScorerError(
             f"{_FIELD}={config.environment.name}: a row has no {', '.join(missing)}, by which it was made"
         )
     options = json.dumps(config.environment.options)
     name = config.environment.name.removeprefix(NAME)
-    data = _data_set(name, seed=row.extra["seed"], size=row.extra["size"], options=options)
-    entry = _entry(data, row.extra["index"])
+    seed, size = row.extra["seed"], row.extra["size"]
+    entry = _entry(name, seed=seed, size=size, options=options, index=row.extra["index"])
     if entry["question"] != row.extra["question"]:
         raise ScorerError(
-            f"{_FIELD}={config.environment.name}: {_short(row.extra['question'])} is another question when made again"
+            f"{_FIELD}={config.environment.name}: {shortened(row.extra['question'])} is another question when made "
+            "again"
         )
     answer = answer_in(completion)
+    data = _data_set(name, seed=seed, size=size, options=options)
     share = float(data.score_answer(answer=answer, entry=entry))
     correct = share >= min(1.0, config.environment.correct_at) - 1e-9
-    wanted = f", wanted {_short(row.answer)}" if row.answer else ""
+    wanted = f", wanted {shortened(row.answer)}" if row.answer else ""
     return Score(
         2 * share - 1, correct, answer=row.answer if correct and row.answer else " ".join(answer.split()),
-        why=f"said {_short(answer)}{wanted}: {share:g} of 1",
+        why=f"said {shortened(answer)}{wanted}: {share:g} of 1",
     )  # fmt: skip
 
 
@@ -169,19 +168,10 @@ def _data_set(name: str, *, seed: int, size: int, options: str) -> Any:
         ) from error
 
 
-def _entry(data: Any, index: int) -> Any:
+@functools.lru_cache(maxsize=256)
+def _entry(name: str, *, seed: int, size: int, options: str, index: int) -> Any:
     """An entry, cached: every completion of a group needs the same entry, and some are slow to generate."""
-    kept: dict[int, Any] = data.__dict__.setdefault("_entries_kept", {})
-    if index not in kept:
-        if len(kept) >= 64:
-            kept.pop(next(iter(kept)))
-        kept[index] = data[index]
-    return kept[index]
-
-
-def _short(text: str) -> str:
-    shown = " ".join(text.split())
-    return shown if len(shown) <= 80 else f"{shown[:38]} ... {shown[-37:]}"
+    return _data_set(name, seed=seed, size=size, options=options)[index]
 
 
 def main() -> None:

@@ -141,16 +141,13 @@ def _sum(
         metrics[f"rewards/{names[given]}"] = score.reward
         if given not in (OWN, JUDGE):
             metrics[f"rewards/{names[given]}/errors"] = 0.0
-    if len(scores) == 1 or OWN in scores:
-        decides = scores[OWN] if OWN in scores else next(iter(scores.values()))
-        correct = decides.correct
-    else:
-        correct = reward >= correct_at - 1e-9
+    alone = next(iter(scores.values())) if len(scores) == 1 else None
+    decides = scores.get(OWN, alone)
+    correct = decides.correct if decides is not None else reward >= correct_at - 1e-9
     answers = [scores[given].answer for given in (OWN, *scores) if given in scores]
     answer = next((answer for answer in answers if answer is not None), None)
-    whys = {names[given]: score.why for given, score in scores.items()}
-    if len(scores) == 1:
-        return Score(reward, correct, metrics, answer, why=next(iter(whys.values())))
+    if alone is not None:
+        return Score(reward, correct, metrics, answer, alone.why)
     why = "; ".join(
         f"{names[given]} {score.reward:g}" + (f" ({score.why})" if score.why else "") for given, score in scores.items()
     )

@@ -4,7 +4,7 @@
     nothing follows the thinking   wrong; the environment is not called
     otherwise                      the environment of the row scores the text after the thinking
 
-The text after the thinking is what follows the last `end_of_thinking` (thinking.py); without a thinking budget, and if
+The text after the thinking is what follows the last `end_of_thinking` (tokenizer.py); without a thinking budget, and if
 the prompt did not open the thinking, it is the whole text. config.rollout.length_control=penalty lowers the reward of
 long correct completions:
 
@@ -34,7 +34,7 @@ from scalerl_jax.environments.load import make_environments
 from scalerl_jax.environments.prompts import Replies
 from scalerl_jax.environments.score_worker import raising_scorer_errors, score_of_failure
 from scalerl_jax.environments.scorer_pool import Complaints, ScorerPool, done_future
-from scalerl_jax.environments.thinking import split_as_run
+from scalerl_jax.environments.tokenizer import split_as_run
 
 METRIC = "length_penalty"
 

@@ -17,7 +17,7 @@ import math
 import numbers
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from scalerl_jax.environments import user_code
@@ -88,7 +88,7 @@ class UserFunction:
                 if inspect.isawaitable(value):
                     value = self._awaited(value)
         except TookTooLong:
-            self._give_up_loop()
+            self._drop_loop()
             raise self.failed(f"took longer than config.environment.reward_seconds={self._seconds:g}", "time") from None
         except ScorerError:
             raise
@@ -97,7 +97,7 @@ class UserFunction:
                 f"failed: {user_code.error_line(error, file=self._file)}", type(error).__name__
             ) from error
         except BaseException:  # its CPU time ran out
-            self._give_up_loop()
+            self._drop_loop()
             raise
         try:
             return to_score(value, correct_at=self._correct_at)
@@ -112,19 +112,21 @@ class UserFunction:
         )
 
     def _awaited(self, value: Any) -> Any:
-        async def wait() -> Any:
-            return await value
-
         if self._runner is None:
             self._runner = asyncio.Runner()
-        return self._runner.run(wait())
+        return self._runner.run(awaited(value))
 
-    def _give_up_loop(self) -> None:
+    def _drop_loop(self) -> None:
         """Drops the event loop, whose state after an interruption is unknown: the next coroutine gets a new one."""
         runner, self._runner = self._runner, None
         if runner is not None:
             with contextlib.suppress(TookTooLong), within(CLOSING_SECONDS):
                 runner.close()
+
+
+async def awaited(value: Awaitable[Any]) -> Any:
+    """An awaitable as the coroutine that an event loop needs."""
+    return await value
 
 
 def to_score(value: Any, *, correct_at: float) -> Score:

@@ -25,10 +25,9 @@ import numpy as np
 
 from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import Completion, GroupRequest
-from scalerl_jax.environments.agent import Ask, Client, Outcome
 from scalerl_jax.environments.base import Row, Score
 from scalerl_jax.environments.chat_template import read_chat_template
-from scalerl_jax.environments.episode import Part
+from scalerl_jax.environments.episode import Ask, Client, Outcome, Part
 from scalerl_jax.environments.episode_pool import ENDED, EpisodeFailed, EpisodePool, failed_score
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.tokenizer import Tokenizer
@@ -113,7 +112,7 @@ class RunAgents:
             self._sweep()
 
     def run(self, row: Row, name: str, ask: Ask, *, attempt: int) -> "Future[Outcome]":
-        """See environments.agent.Agents."""
+        """See environments.episode.Agents."""
         outcome: Future[Outcome] = Future()
 
         async def play() -> None:

@@ -16,8 +16,7 @@ import numpy as np
 
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments.chat_template import ChatTemplate
-from scalerl_jax.environments.thinking import opening, split_thinking, thinking_at_end
-from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.environments.tokenizer import Tokenizer, opening, split_thinking, thinking_at_end
 from scalerl_jax.environments.tool_calls import HERMES, Schemas, form_of, split_calls
 from scalerl_jax.model.decoder_config import read_config
 

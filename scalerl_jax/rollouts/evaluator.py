@@ -16,7 +16,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Row, Score
-from scalerl_jax.environments.agent import Agents
+from scalerl_jax.environments.episode import Agents
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.rollouts.errors import ProbeError
 from scalerl_jax.rollouts.fleet import POLL_SECONDS, Fleet

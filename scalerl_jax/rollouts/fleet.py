@@ -34,8 +34,7 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Completion, TeacherScores
 from scalerl_jax.contract.weight_delta import WeightDelta
 from scalerl_jax.environments import Row, Score
-from scalerl_jax.environments.agent import AgentRun, Agents
-from scalerl_jax.environments.episode import Trajectory
+from scalerl_jax.environments.episode import AgentRun, Agents, Trajectory
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.rollouts import status
 from scalerl_jax.rollouts.candidates import Candidates

@@ -10,7 +10,7 @@ A completion of several turns (environments/episode.py) is pending again for eac
 so the staleness bound holds for every token of an episode. An episode that is taken back restarts. A turn goes to the
 process that sampled the previous turn and holds its KV cache, as long as that process has capacity.
 
-An agent (environments/agent.py) requests its turns itself. Its group has no completions to request; each turn is a
+An agent (environments/episode.py) requests its turns itself. Its group has no completions to request; each turn is a
 small separate group in `turns`, with the number of the agent's group, so the same rules apply to it.
 """
 
@@ -24,8 +24,7 @@ import numpy as np
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest, TeacherScores
 from scalerl_jax.environments import Row, Score
-from scalerl_jax.environments.agent import AgentRun
-from scalerl_jax.environments.episode import Part, Trajectory
+from scalerl_jax.environments.episode import AgentRun, Part, Trajectory
 from scalerl_jax.rollouts import pacing as pacing_lib
 
 

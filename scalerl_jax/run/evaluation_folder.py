@@ -18,8 +18,7 @@ from typing import Any
 from scalerl_jax.config import RolloutConfig
 from scalerl_jax.config_check import ConfigError
 from scalerl_jax.environments import Row
-from scalerl_jax.environments.thinking import split_as_run
-from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.environments.tokenizer import Tokenizer, split_as_run
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from scalerl_jax.run.folder import acquire_lock
 from scalerl_jax.run.jsonl import line_of, read_rows

@@ -28,8 +28,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.environments.base import Row
 from scalerl_jax.environments.made_problems import Piece
 from scalerl_jax.environments.prompts import Prompts
-from scalerl_jax.environments.thinking import opening, split_thinking, thinking_at_end
-from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.environments.tokenizer import Tokenizer, opening, split_thinking, thinking_at_end
 from scalerl_jax.environments.tool_calls import Schemas, makes_calls
 
 Messages = Sequence[Mapping[str, Any]]

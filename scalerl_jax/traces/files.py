@@ -30,10 +30,10 @@ import numpy as np
 from scalerl_jax.config import Config
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments import parts
+from scalerl_jax.environments.base import prompt_key
 from scalerl_jax.environments.data import files as data_files
-from scalerl_jax.environments.data import held_out, sources
-from scalerl_jax.environments.data.columns import MISSING, find, keys, read_text
-from scalerl_jax.environments.data.malformed import Malformed, MalformedRows
+from scalerl_jax.environments.data import sources
+from scalerl_jax.environments.data.columns import MISSING, Malformed, MalformedRows, find, keys, read_text
 from scalerl_jax.environments.prompts import Prompts
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.system import files
@@ -76,7 +76,7 @@ def _hash(value: Any) -> int:
 
 
 def _prompt_hash(text: str) -> int:
-    return int.from_bytes(held_out.key(text)[:8], "little")
+    return int.from_bytes(prompt_key(text)[:8], "little")
 
 
 def asking(config: Config) -> tuple[str, Config]:

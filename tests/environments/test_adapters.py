@@ -67,7 +67,7 @@ def first(games: adapters.Games, *turns: str, split: str = "train") -> list[Step
     return steps
 
 
-def said(steps: list[Step]) -> list[str]:
+def replies(steps: list[Step]) -> list[str]:
     return ["".join(message["content"] for message in step.messages) for step in steps]
 
 
@@ -150,7 +150,7 @@ def test_observations_and_actions_that_are_no_texts():
     games = Gym(Line, prompts=1, describe=lambda at: f"At {at}.", parse=walked)
     before = Line.closed
     steps = first(games, "right", "up", "right", "right")
-    assert said(steps) == ["At 1.", "error: 'up' is neither left nor right", "At 2.", ""]
+    assert replies(steps) == ["At 1.", "error: 'up' is neither left nor right", "At 2.", ""]
     assert steps[-1] == Step(done=True, reward=1.0, metrics={"invalid_actions": 1.0})
     assert Line.closed - before == 3  # the row's, that of its check, and the episode's
     steps = first(games, *["up"] * adapters.INVALID_ACTIONS)
@@ -188,12 +188,12 @@ class Nim:
 
 def test_a_game_of_textarena():
     steps = first(TextArena(Nim, prompts=1), "2", "2", "1")
-    assert said(steps) == ["\n[Player 0] 2", "\n[Player 0] 2", ""] and steps[-1].reward == 1.0
+    assert replies(steps) == ["\n[Player 0] 2", "\n[Player 0] 2", ""] and steps[-1].reward == 1.0
 
 
 def test_an_opponent_plays_the_others():
     steps = first(TextArena(Nim, prompts=1, players=2, opponent=lambda seen: "1"), "1", "1", "1")
-    assert said(steps)[0] == "\n[Player 0] 1\n[Player 1] 1" and steps[-1].reward == 1.0
+    assert replies(steps)[0] == "\n[Player 0] 1\n[Player 1] 1" and steps[-1].reward == 1.0
     games = TextArena(lambda: Nim(4), prompts=1, players=2, player=1, opponent=lambda seen: "2")
     assert next(iter(games.rows("train"))).text == "\n[GAME] Take one or two.\n[Player 0] 2"
     assert first(games, "1")[-1].reward == -1.0
@@ -232,7 +232,8 @@ def test_a_client_of_openenv():
         Client, prompts=2, held_out=1, action=lambda text: {"text": int(text)}, describe=lambda seen: seen["text"]
     )
     steps = first(games, "7", "seven", str(adapters.HELD_OUT_SEEDS), split="validation")
-    assert said(steps)[0] == f"Say {adapters.HELD_OUT_SEEDS}" and said(steps)[1].startswith("error: invalid literal")
+    first_reply, second_reply, _ = replies(steps)
+    assert first_reply == f"Say {adapters.HELD_OUT_SEEDS}" and second_reply.startswith("error: invalid literal")
     assert steps[-1].done and steps[-1].reward == 1.0 and Client.entered == 0
 
 
@@ -261,7 +262,7 @@ def test_an_environment_of_skyrl_gym():
     assert [message["content"] for message in made.messages] == ["Be brief.", "2+2?"] and made.answer == "4"
     assert [*games.rows("validation")] == []
     steps = first(games, "5", "4")
-    assert said(steps) == ["Again.", ""] and steps[-1].reward == 1.0
+    assert replies(steps) == ["Again.", ""] and steps[-1].reward == 1.0
 
 
 class Counter:
@@ -310,7 +311,7 @@ def test_a_class_of_trl():
     assert row.text == "Please! Count to 3." and [tool["function"]["name"] for tool in row.tools] == ["add"]
     steps = first(trl(Counter), add(1) + add(0), add(2), "done")
     assert steps[0].messages[0]["content"] == "1 so far"
-    assert said(steps)[0].startswith("1 so farerror: ValueError: only upwards")
+    assert replies(steps)[0].startswith("1 so farerror: ValueError: only upwards")
     assert (steps[-1].done, steps[-1].reward, steps[-1].correct) == (True, 1.0, None)
     assert steps[-1].metrics["tool_errors/add"] == 1
     assert first(trl(Counter), "done")[-1].reward == 0.0

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalerl_jax.environments.answer_votes import scored
+from scalerl_jax.environments.base import Row, Score
+from scalerl_jax.environments.math import score
 
 SAME = {
     "7": [["1/2", "0.5", r"\boxed{\frac12}", "The answer is 0.50.", "½"], ["5 cm", r"5\text{ cm}"], ["5"], ["50%"]],
@@ -13,6 +14,10 @@ SAME = {
     "101": [["101_2"], ["101_3"]],
     "x+1": [["x+2", "$x + 2$", r"\boxed{x+2}"], ["2x"]],
 }  # fmt: skip
+
+
+def scored(text: str, gold: str) -> Score:
+    return score(Row("?", gold), text)
 
 
 @pytest.mark.parametrize("gold", SAME)
@@ -51,6 +56,6 @@ def test_what_is_said_is_short_and_one_line():
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=60), gold=st.text(min_size=1, max_size=20))
 def test_a_wrong_answer_never_has_the_right_ones_vote(text, gold):
-    score = scored(text, gold)
-    if not score.correct and score.answer is not None:
-        assert score.answer != scored(gold, gold).answer
+    found = scored(text, gold)
+    if not found.correct and found.answer is not None:
+        assert found.answer != scored(gold, gold).answer

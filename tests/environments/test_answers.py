@@ -241,9 +241,9 @@ def test_whatever_is_right_is_right_however_it_is_written_and_nothing_else_is(go
 
 
 @settings(max_examples=150, deadline=None)
-@given(gold=st.sampled_from(DIFFERENT), said=st.sampled_from(DIFFERENT), written=st.sampled_from(WRITTEN))
-def test_another_answer_is_wrong_however_it_is_written(gold, said, written):
-    assert right(written.format(said), gold) == (said == gold)
+@given(gold=st.sampled_from(DIFFERENT), text=st.sampled_from(DIFFERENT), written=st.sampled_from(WRITTEN))
+def test_another_answer_is_wrong_however_it_is_written(gold, text, written):
+    assert right(written.format(text), gold) == (text == gold)
 
 
 @settings(max_examples=100, deadline=None)
@@ -257,10 +257,10 @@ def test_a_word_is_itself_and_no_product_of_its_letters(word, written):
 
 
 @settings(max_examples=200, deadline=None)
-@given(number=st.integers(-(10**9), 10**9), said=st.integers(-(10**9), 10**9), written=st.sampled_from(WRITTEN))
-def test_numbers(number, said, written):
+@given(number=st.integers(-(10**9), 10**9), other=st.integers(-(10**9), 10**9), written=st.sampled_from(WRITTEN))
+def test_numbers(number, other, written):
     assert right(written.format(f"{number:,}"), str(number)) and right(written.format(number), f"{number:,}")
-    assert right(written.format(said), str(number)) == (said == number)
+    assert right(written.format(other), str(number)) == (other == number)
 
 
 @settings(max_examples=60, deadline=None)
@@ -269,15 +269,15 @@ def test_numbers(number, said, written):
 @example(up=13, down=4, other=7, minus="")  # not 1 3/4
 def test_a_fraction_is_its_numerator_by_its_denominator_and_no_other(up, down, other, minus):
     value, decimals = Fraction(up, down), f"{minus}{up / down:.9f}"
-    for said in (
+    for text in (
         f"{minus}{up}/{down}",
         f"\\boxed{{{minus}\\frac{{{up}}}{{{down}}}}}",
         f"{minus}{up} / {down}",
         decimals,
     ):
         for gold in (f"{minus}{value.numerator}/{value.denominator}", f"{minus}\\frac{{{up}}}{{{down}}}"):
-            assert right(said, gold)
-        assert right(said, f"{minus}{other}/{down}") == (other == up)
+            assert right(text, gold)
+        assert right(text, f"{minus}{other}/{down}") == (other == up)
     whole, rest = divmod(up, down)
     if whole and rest:
         assert right(f"{minus}{whole} {rest}/{down}", f"{minus}{up}/{down}")
@@ -286,71 +286,20 @@ def test_a_fraction_is_its_numerator_by_its_denominator_and_no_other(up, down, o
 
 
 PIECES = (
-    *(
-        "\\frac",
-        "\\sqrt",
-        "{",
-        "}",
-        "{",
-        "}",
-        "1",
-        "2",
-        "x",
-        "+",
-        "-",
-        "^",
-        "_",
-        "\\text",
-        "\\boxed",
-        "$",
-        "\\$",
-        "(",
-        ")",
-    ),
-    *(
-        " ",
-        "=",
-        ",",
-        "\\left",
-        "\\right",
-        "[",
-        "]",
-        "or",
-        "answer is ",
-        "A",
-        "\\",
-        "\\\\",
-        "\\begin{pmatrix}",
-        "&",
-        "%",
-    ),
-    *(
-        "\\end{pmatrix}",
-        "\x00",
-        "\ud83d",
-        "½",
-        "²",
-        "𝔸",
-        "\n",
-        ".",
-        "Paris",
-        "\\int",
-        "\\sum",
-        "\\infty",
-        "|",
-        "!",
-        "'",
-    ),
-)
+    "\\frac", "\\sqrt", "{", "}", "{", "}", "1", "2", "x", "+", "-", "^", "_", "\\text", "\\boxed", "$", "\\$", "(",
+    ")", " ", "=", ",", "\\left", "\\right", "[", "]", "or", "answer is ", "A", "\\", "\\\\", "\\begin{pmatrix}", "&",
+    "%", "\\end{pmatrix}", "\x00", "\ud83d", "½", "²", "𝔸", "\n", ".", "Paris", "\\int", "\\sum", "\\infty", "|", "!",
+    "'",
+)  # fmt: skip
 
 
 @settings(max_examples=300, deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=25), gold=st.sampled_from(DIFFERENT))
 def test_any_text_has_a_final_answer_or_none(pieces, gold):
     """The text side alone, which no limit should have to end."""
-    for said in final_answers("".join(pieces)):
-        assert said.strip()
-        is_mathematics(said)
+    for text in final_answers("".join(pieces)):
+        assert text.strip()
+        is_mathematics(text)
 
 
 @pytest.mark.parametrize(

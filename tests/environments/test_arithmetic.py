@@ -10,15 +10,6 @@ from scalerl_jax.config import PHRASE, Config, EnvironmentConfig
 from scalerl_jax.environments import Row, arithmetic, made_problems
 from scalerl_jax.environments.base import Stratum
 from scalerl_jax.environments.load import load_rows
-from scalerl_jax.environments.tokenizer import make_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    corpus = made_problems.corpus(
-        arithmetic.draw, arithmetic.trace, EnvironmentConfig(minimum_terms=3, maximum_terms=8), seed=0, phrase=PHRASE
-    )
-    return make_tokenizer(corpus=corpus, path=str(tmp_path_factory.mktemp("tokenizer")), vocabulary=384)
 
 
 def test_training_and_held_out_problems_are_disjoint_whatever_the_seed(tokenizer):
@@ -104,7 +95,7 @@ def test_too_small_a_task_is_named(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("said", "correct", "answer"),
+    ("text", "correct", "answer"),
     [
         ("7", True, "7"),
         (" 7\n", True, "7"),
@@ -121,8 +112,8 @@ def test_too_small_a_task_is_named(tokenizer):
         ("", False, None),
     ],
 )
-def test_an_answer_and_its_vote(said, correct, answer):
-    found = arithmetic.score(Row("3+4=", "7"), said)
+def test_an_answer_and_its_vote(text, correct, answer):
+    found = arithmetic.score(Row("3+4=", "7"), text)
     assert (found.reward, found.correct, found.answer) == (1.0 if correct else -1.0, correct, answer)
     assert found.why.endswith("said 7" if correct else "wanted 7") and len(found.why) < 60
 

@@ -148,7 +148,7 @@ def test_special_tokens_of_an_older_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "expected"),
     [
         ("{% for message in %}", r"the chat template fails in line 1: Expected an expression"),
         ("\n{{ raise_exception('roles must\n alternate') }}", r"the chat template fails: roles must alternate"),
@@ -162,10 +162,10 @@ def test_special_tokens_of_an_older_folder(tmp_path):
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"the chat template fails: maximum recursion depth"),
     ],
 )
-def test_whatever_a_template_raises_is_one_line_with_its_file(tmp_path, template, said):
+def test_whatever_a_template_raises_is_one_line_with_its_file(tmp_path, template, expected):
     chat_folder(tmp_path, "qwen3")
     (tmp_path / "chat_template.jinja").write_text(template)
-    with pytest.raises(ValueError, match=rf"^{tmp_path}/chat_template\.jinja: {said}.*$") as raised:
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/chat_template\.jinja: {expected}.*$") as raised:
         read_chat_template(str(tmp_path)).render([{"role": "user", "content": "2+2?"}])
     assert "\n" not in str(raised.value)
 

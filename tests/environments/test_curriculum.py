@@ -76,6 +76,15 @@ def scored(row, batch, rate, total=4):
     return [(prompt, round(rate(prompt, batch) * total), total) for prompt in row]
 
 
+def played(curriculum, batches, *, groups=2, correct=lambda prompt: 4):
+    """The prompts of each batch, where `correct` of four completions of a prompt are."""
+    rows = []
+    for batch in range(batches):
+        rows.append([curriculum.draw(n) for n in range(groups * batch, groups * (batch + 1))])
+        curriculum.record(batch, [(prompt, correct(prompt), 4) for prompt in rows[-1]])
+    return rows
+
+
 def lively(prompt, batch):
     """Pass rates that rise with the batches, and never reach 1 for every fifth prompt."""
     return 0.0 if prompt % 5 == 0 else min(4, (prompt % 3) + batch // 3) / 4
@@ -128,36 +137,27 @@ def test_draws_do_not_depend_on_timing_or_on_restarts(
 
 
 def test_strata_are_drawn_from_by_their_weights_and_each_by_epochs_of_its_own():
-    curriculum = mixture([(7, 2.0), (50, 1.0)], groups=6)
-    drawn = []
-    for batch in range(35):
-        row = [curriculum.draw(n) for n in range(6 * batch, 6 * batch + 6)]
-        assert sum(prompt < 7 for prompt in row) == 4  # two thirds of every batch, exactly
-        curriculum.record(batch, [(prompt, 0, 4) for prompt in row])
-        drawn += row
-    counts = np.bincount(drawn, minlength=57)
+    rows = played(mixture([(7, 2.0), (50, 1.0)], groups=6), 35, groups=6, correct=lambda prompt: 0)
+    assert all(sum(prompt < 7 for prompt in row) == 4 for row in rows)  # two thirds of every batch, exactly
+    counts = np.bincount(np.concatenate(rows), minlength=57)
     assert set(counts[:7]) == {20} and np.ptp(counts[7:]) <= 1
 
 
 def test_a_stratum_that_is_solved_leaves_its_share_to_the_others():
     curriculum = mixture([(4, 1.0), (20, 1.0), (20, 3.0)], groups=10)
-    for batch in range(8):
-        row = [curriculum.draw(n) for n in range(10 * batch, 10 * batch + 10)]
-        curriculum.record(batch, [(prompt, 4 if prompt < 4 else 0, 4) for prompt in row])
+    for row in played(curriculum, 8, groups=10, correct=lambda prompt: 4 if prompt < 4 else 0)[4:]:
         shares = np.histogram(row, bins=[0, 4, 24, 44])[0]
-        if batch > 3:
-            assert shares[0] == 0 and abs(shares[1] - 2.5) <= 1
+        assert shares[0] == 0 and abs(shares[1] - 2.5) <= 1
     assert curriculum.retired() == 4
 
 
 def test_all_come_back_where_the_config_says_so():
-    curriculum = one_stratum(4, groups=2, when_empty="restart")
-    drawn = []
-    for batch in range(12):
-        row = [curriculum.draw(n) for n in (2 * batch, 2 * batch + 1)]
-        curriculum.record(batch, [(prompt, 4, 4) for prompt in row])
-        drawn += row
-    assert set(np.bincount(drawn)) <= {5, 6, 7}  # not 6 alone: a draw does not know of the batch before it yet
+    rows = played(one_stratum(4, groups=2, when_empty="restart"), 12)
+    assert set(np.bincount(np.concatenate(rows))) <= {
+        5,
+        6,
+        7,
+    }  # not 6 alone: a draw does not know of the batch before it yet
 
 
 def test_a_solved_prompt_is_never_drawn_again_and_the_others_all_are():
@@ -188,15 +188,13 @@ def test_as_many_as_the_limit_says_are_enough(at, total):
 
 def test_above_one_nothing_is_retired():
     curriculum = one_stratum(2, no_positive_resampling_at=1.1)
-    for batch in range(5):
-        curriculum.record(batch, [(curriculum.draw(n), 4, 4) for n in (2 * batch, 2 * batch + 1)])
+    played(curriculum, 5)
     assert curriculum.retired() == 0
 
 
 def test_when_every_prompt_is_retired_the_message_says_so():
     curriculum = one_stratum(2)
-    for batch in range(2):
-        curriculum.record(batch, [(curriculum.draw(n), 4, 4) for n in (2 * batch, 2 * batch + 1)])
+    played(curriculum, 2)
     with pytest.raises(NoPromptLeft, match="every prompt is retired: all 2"):
         curriculum.draw(4)
 

@@ -2,14 +2,14 @@
 
 from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.environments.load import load_held_out, load_rows
-from tests.environments.test_load import jsonl, tokenizer  # noqa: F401 (a fixture)
+from tests.environments.test_load import jsonl
 
 
 def rows(*numbers):
     return [{"prompt": f"{number}?", "answer": str(number)} for number in numbers]
 
 
-def test_they_are_those_of_a_run(tokenizer, tmp_path):  # noqa: F811
+def test_they_are_those_of_a_run(tokenizer, tmp_path):
     """Taken out of the training rows or not, alone or in a mixture in which an earlier one has some of its prompts."""
     config = Config()
     config.evaluation.prompts = 3
@@ -25,10 +25,10 @@ def test_they_are_those_of_a_run(tokenizer, tmp_path):  # noqa: F811
         ]
 
 
-def test_sets_that_are_named_are_whole_whatever_stands_beside_them(tokenizer, tmp_path):  # noqa: F811
+def test_sets_that_are_named_are_whole_whatever_stands_beside_them(tokenizer, tmp_path):
     a = EnvironmentConfig(name="math", validation=jsonl(tmp_path / "a.jsonl", rows(1, 2, 3)))
     b = EnvironmentConfig(name="math", validation=jsonl(tmp_path / "b.jsonl", rows(2, 3, 4)))
-    held, said = load_held_out(Config(mixture={"a": a, "b": b}), tokenizer, apart=True)
+    held, notes = load_held_out(Config(mixture={"a": a, "b": b}), tokenizer, apart=True)
     assert sorted(row.text for row in held if row.environment == "b") == ["2?", "3?", "4?"]
     assert [row.index for row in held] == list(range(6))
-    assert said == ["a: 3 prompts held out", "b: 3 prompts held out"]
+    assert notes == ["a: 3 prompts held out", "b: 3 prompts held out"]

@@ -142,22 +142,8 @@ def test_a_reply_that_says_nothing(reply):
 def test_no_reply_is_worth_more_than_1_or_less_than_minus_1():
     random_source = random.Random(7)
     pieces = [
-        "yes",
-        "no",
-        "CORRECT",
-        "INCORRECT",
-        "0.3",
-        "42",
-        "-7",
-        "9/10",
-        "10/9",
-        "/",
-        ":",
-        "Score",
-        "not",
-        ".",
-        "\n",
-    ]
+        "yes", "no", "CORRECT", "INCORRECT", "0.3", "42", "-7", "9/10", "10/9", "/", ":", "Score", "not", ".", "\n",
+    ]  # fmt: skip
     counted = 0
     for _ in range(20_000):
         score = judged(" ".join(random_source.choices(pieces, k=random_source.randint(1, 4))), correct_at=1.0)
@@ -222,11 +208,11 @@ def test_a_judge_that_stays_away_ends_the_run(endpoint):
         server.judge(retries=2)  # and is missed at the start
 
 
-@pytest.mark.parametrize(("status", "said"), [(401, r"key_variable=OPENAI_API_KEY$"), (400, "400: "), (404, "404: ")])
-def test_what_will_not_change_is_not_repeated(endpoint, status, said):
+@pytest.mark.parametrize(("status", "line"), [(401, r"key_variable=OPENAI_API_KEY$"), (400, "400: "), (404, "404: ")])
+def test_what_will_not_change_is_not_repeated(endpoint, status, line):
     server = endpoint(status)
     asks = server.judge()
-    with pytest.raises(ScorerError, match=said):
+    with pytest.raises(ScorerError, match=line):
         asks.score(ROW, SAID)
     assert len(server.asked) == 1
 
@@ -257,7 +243,7 @@ def test_what_is_missing_is_one_line(endpoint, tmp_path):
     (tmp_path / "text.sqlite").write_text("no database " * 100)
     (tmp_path / "template.txt").write_text("{prompt}")
     (tmp_path / "columns.txt").write_text("{completion} {difficulty}")
-    for fields, said in (
+    for fields, expected in (
         ({"url": ""}, r"judge\.url: is empty"),
         ({"model": ""}, r"judge\.model: is empty"),
         ({"template": str(tmp_path / "nowhere")}, r"judge\.template=.*nowhere: No such file"),
@@ -265,7 +251,7 @@ def test_what_is_missing_is_one_line(endpoint, tmp_path):
         ({"cache": str(tmp_path / "text.sqlite")}, r"judge\.cache=.*text\.sqlite: file is not a database"),
         ({"cache": str(tmp_path / "no" / "where")}, r"judge\.cache=.*where: unable to open"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=expected):
             server.judge(**fields)
     with pytest.raises(ScorerError, match=r"\{difficulty\} is no column; the row has level, prompt"):
         server.judge(template=str(tmp_path / "columns.txt")).score(ROW, SAID)
@@ -275,10 +261,7 @@ def test_in_the_processes_that_score(endpoint):
     server = endpoint("yes", "no")
     config = server.config(retries=0)
     config.environment.rewards, config.environment.reward = {"judge": 0.5, "environment": 1.0}, ""
-    pool = ScorerPool(config, {"": make_environment(config)})
-    try:
+    with contextlib.closing(ScorerPool(config, {"": make_environment(config)})) as pool:
         score = pool.submit(ROW, Completion("4")).result(600)
         assert (score.reward, score.correct) == (1.5, True) and score.metrics["rewards/judge"] == 1.0
         assert pool.submit(ROW, Completion("5")).result(600).reward == -1.5
-    finally:
-        pool.close()

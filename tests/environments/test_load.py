@@ -9,20 +9,11 @@ import shutil
 import numpy as np
 import pytest
 
-from scalerl_jax.config import PHRASE, Config, EnvironmentConfig
-from scalerl_jax.environments import arithmetic, made_problems
+from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.environments.base import Row, Stratum, asked
 from scalerl_jax.environments.load import digest, load_rows, make_environment, place_of
-from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
+from scalerl_jax.environments.tokenizer import Tokenizer
 from tests.environments import odd
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    corpus = made_problems.corpus(
-        arithmetic.draw, arithmetic.trace, EnvironmentConfig(minimum_terms=3, maximum_terms=8), seed=0, phrase=PHRASE
-    )
-    return make_tokenizer(corpus=corpus, path=str(tmp_path_factory.mktemp("tokenizer")), vocabulary=384)
 
 
 def jsonl(path, rows):
@@ -59,8 +50,8 @@ def test_a_prompt_over_the_limit_is_refused_or_left_out(tokenizer):
         assert [row.index for row in split] == list(range(len(split)))
     left_out = config.environment.train_prompts + config.evaluation.prompts - len(rows.train) - len(rows.held_out)
     (line,) = [line for line in rows.notes if "longer" in line]
-    told = f"prompts left out since they are longer than config.rollout.max_prompt_tokens=10: {left_out:,}, as problem "
-    assert line.startswith(told)
+    text = f"prompts left out since they are longer than config.rollout.max_prompt_tokens=10: {left_out:,}, as problem "
+    assert line.startswith(text)
 
 
 def test_of_prompts_that_are_left_out_for_their_length_others_are_held_out(tokenizer, tmp_path):
@@ -190,9 +181,9 @@ def test_prompts_are_the_same_by_what_is_asked(tokenizer, tmp_path, system_promp
     shutil.copytree(tokenizer.path, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").write_text(template)
 
-    def row(said, asked):
-        messages = [{"role": "system", "content": said}, {"role": "user", "content": f"{asked}?"}]
-        return {"prompt": messages if said else f"{asked}?", "answer": "1"}
+    def row(system, asked):
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": f"{asked}?"}]
+        return {"prompt": messages if system else f"{asked}?", "answer": "1"}
 
     held_out = [row("You are kind.", n) for n in range(8)]
     config = file_config(
@@ -281,11 +272,11 @@ def test_where_nothing_is_left_it_is_said_why(tokenizer, tmp_path):
     config = file_config(tmp_path, [{"prompt": "1?", "answer": "1", "level": 2}, "{"], [])
     config.environment.validation, config.environment.filter = "", "level > 2"
     config.environment.max_malformed_rows = 1
-    told = (
+    expected = (
         r"^config\.environment\.train: no training prompt is left; malformed rows left out: 1: .*; "
         r"rows left out by config\.environment\.filter: 1$"
     )
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=expected):
         load_rows(config, tokenizer)
 
 
@@ -352,15 +343,15 @@ def test_a_fault_in_a_mixture_names_its_field(tokenizer, tmp_path):
 def test_other_prompts_or_answers_or_another_order_have_another_digest():
     rows = [Row(f"{n}?", "1", index=n) for n in range(5)]
     assert 0 <= digest(rows) < 2**63 and 0 <= digest([]) < 2**63
-    said = [({"role": "user", "content": f"{n}?"},) for n in range(5)]
-    assert digest(rows) == digest([Row(f"On 1 Jan: {n}?", "1", messages=said[n], index=9) for n in range(5)])
+    chats = [({"role": "user", "content": f"{n}?"},) for n in range(5)]
+    assert digest(rows) == digest([Row(f"On 1 Jan: {n}?", "1", messages=chats[n], index=9) for n in range(5)])
     system = {"role": "system", "content": "Be brief."}
     others = (
         rows[::-1],
         rows[:4],
         [*rows[:4], Row("4? ", "1")],
         [*rows[:4], Row("4?", "2")],
-        [*rows[:4], Row("4?", "1", messages=(system, *said[4]))],
+        [*rows[:4], Row("4?", "1", messages=(system, *chats[4]))],
         [],
     )
     assert len({digest(rows), *map(digest, others)}) == 7
@@ -418,7 +409,7 @@ def test_an_environment_is_a_file(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         (" ", "an environment has no name"),
         ("math500*3", r"'math500\*3': has a weight, and nothing is drawn from it"),
@@ -426,8 +417,8 @@ def test_an_environment_is_a_file(tokenizer):
         ("math", "math: of which rows"),
     ],
 )
-def test_what_is_no_place(text, told):
-    with pytest.raises(ValueError, match=f"^{told}"):
+def test_what_is_no_place(text, expected):
+    with pytest.raises(ValueError, match=f"^{expected}"):
         place_of(text)
 
 
@@ -437,8 +428,8 @@ def test_data_for_an_environment_that_makes_its_own_problems_are_refused(name, f
     config = Config()
     config.environment.name = name
     setattr(config.environment, field, "gsm8k:mine.jsonl")
-    told = (
+    expected = (
         rf"^config\.environment\.{field}=gsm8k:mine\.jsonl: is not read, since config\.environment\.name={name} makes "
     )
-    with pytest.raises(ValueError, match=told + "its own problems; math or code has those of files and data sets$"):
+    with pytest.raises(ValueError, match=expected + "its own problems; math or code has those of files and data sets$"):
         make_environment(config)

@@ -1,6 +1,7 @@
 """Environments that are a class in a user's file."""
 
 import itertools
+from contextlib import closing
 
 import pytest
 
@@ -154,13 +155,10 @@ def test_it_scores_in_processes_of_its_own(config):
     of = config("Riddles")
     environment = make_environment(of)
     row = next(iter(environment.rows("validation")))
-    pool = ScorerPool(of, {"": environment})
-    try:
+    with closing(ScorerPool(of, {"": environment})) as pool:
         assert pool.submit(row, Completion("a piano", thinking="hm")).result(600) == Score(3.0, True, why="hm")
         assert pool.submit(row, Completion("a piano", thinking="ha")).result(600).why == "ha"
         assert pool.submit(row, Completion("a map")).result(600) == Score(0.0, False)
-    finally:
-        pool.close()
 
 
 @pytest.mark.parametrize("name", ["Plain", "made"])
@@ -185,7 +183,7 @@ def test_an_agent_has_its_prompts_as_they_are_written(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("Plane", r"mine\.py has no Plane \(it has: "),
         ("NUMBER", "is int, not a class$"),
@@ -199,14 +197,14 @@ def test_an_agent_has_its_prompts_as_they_are_written(config, tmp_path):
         ("Inside", "in_processes is False: .* scored in processes, where its limits of time hold; leave it out$"),
     ],
 )
-def test_what_is_no_environment(config, name, said):
-    with pytest.raises(ValueError, match=rf"^config\.environment\.name=.*mine\.py:{name}: .*{said}") as caught:
+def test_what_is_no_environment(config, name, expected):
+    with pytest.raises(ValueError, match=rf"^config\.environment\.name=.*mine\.py:{name}: .*{expected}") as caught:
         make_environment(config(name))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("BadRows", r"train row 2: has no 'prompt' \(it has: question\)$"),
         ("Unprompted", "train row 1: 'prompt' is neither a text nor messages"),
@@ -222,19 +220,16 @@ def test_what_is_no_environment(config, name, said):
         ("Crashes", r"rows\('train'\): KeyError: 'x' \(mine\.py line \d+\)$"),
     ],
 )
-def test_what_is_no_row(config, name, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_is_no_row(config, name, expected):
+    with pytest.raises(ValueError, match=expected):
         list(make_environment(config(name)).rows("train"))
 
 
 def test_a_start_that_fails_is_one_line(config):
     of = config("Unready")
-    pool = ScorerPool(of, {"": make_environment(of)})
-    try:
+    with closing(ScorerPool(of, {"": make_environment(of)})) as pool:
         with pytest.raises(ScorerError, match=r"mine\.py:Unready: cannot be made: RuntimeError: out of order \("):
             pool.prepare()
-    finally:
-        pool.close()
 
 
 def test_a_start_that_fails_where_the_run_is_is_one_line(config):
@@ -253,9 +248,7 @@ def test_making_it_has_time_of_its_own(tmp_path):
     )
     of = Config()
     of.environment.name = f"{tmp_path}/slow.py:Slow"
-    pool, rows = ScorerPool(of, {"": make_environment(of)}, stuck_seconds=1.5), map(str, itertools.count())
-    try:
+    rows = map(str, itertools.count())
+    with closing(ScorerPool(of, {"": make_environment(of)}, stuck_seconds=1.5)) as pool:
         # Were it given 1.5 s as a score is, it would never be made; a score may take longer on a busy machine.
         assert eventually(lambda: pool.submit(Row(next(rows)), Completion("x")).result(600).correct)
-    finally:
-        pool.close()

@@ -99,7 +99,7 @@ def test_a_system_message_that_is_there_is_replaced_and_that_is_said(folders):
 
 
 @pytest.mark.parametrize(
-    ("messages", "fields", "said"),
+    ("messages", "fields", "expected"),
     [
         (CHAT[:2], {}, "the messages end with the assistant's, which is no prompt"),
         (({"role": "user"},), {}, "a message is not of the form"),
@@ -113,8 +113,8 @@ def test_a_system_message_that_is_there_is_replaced_and_that_is_said(folders):
         (({"role": "user", "content": "\ud800"},), {}, ""),
     ],
 )
-def test_a_row_that_cannot_be_rendered_is_named(folders, messages, fields, said):
-    with pytest.raises(ValueError, match=rf"^FILE row 3: {re.escape(said)}.*$"):
+def test_a_row_that_cannot_be_rendered_is_named(folders, messages, fields, expected):
+    with pytest.raises(ValueError, match=rf"^FILE row 3: {re.escape(expected)}.*$"):
         rendered(folders["qwen3"], row_of(messages=messages), **fields)
 
 
@@ -131,11 +131,11 @@ def test_what_the_template_raises_names_file_and_row(folders):
 
 def test_a_prompt_that_closes_thinking_needs_a_budget_of_zero(folders):
     closed = {"template_arguments": {"enable_thinking": False}}
-    said = (
+    expected = (
         r"^FILE row 3: config\.environment\.template_arguments=\{'enable_thinking': False\}: the prompt ends in "
         r"</think>.*config\.rollout\.thinking_budget_max=100: set thinking_budget_min and thinking_budget_max to 0.*$"
     )
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=expected):
         rendered(folders["qwen3"], row_of(chat=True), **closed)
     made = rendered(folders["qwen3"], row_of(chat=True), budget=0, **closed)
     assert made.text == ASKED.format("2+2?") + "<think>\n\n</think>\n\n"

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+from contextlib import closing
 
 import pytest
 
@@ -42,8 +43,7 @@ def test_its_own_answers_are_right_and_others_are_not():
         assert len(train) == 6 and len(held_out) == 3 and len({row.text for row in (*train, *held_out)}) == 9
         assert all(row.chat and row.task == name for row in train)
         rows[name] = [dataclasses.replace(row, environment=name) for row in (train[5], held_out[0])]
-    pool = ScorerPool(config, environments)
-    try:
+    with closing(ScorerPool(config, environments)) as pool:
         for row in itertools.chain(*rows.values()):
             assert not pool.submit(row, Completion("no idea")).result(300).correct
             if row.answer:
@@ -55,8 +55,6 @@ def test_its_own_answers_are_right_and_others_are_not():
             pool.submit(other, Completion("1")).result(300)
         with pytest.raises(ScorerError, match="a row has no question, seed, size, index"):
             pool.submit(Row("?", environment="graph_color"), Completion("1")).result(300)
-    finally:
-        pool.close()
 
 
 @pytest.mark.slow
@@ -70,14 +68,11 @@ def test_data_sets_call_their_own_answers_right(each):
         config.mixture[name] = config_of(name, train=2, held_out=1, **options).environment
     config.evaluation.prompts = 1
     environments = make_environments(config)
-    pool = ScorerPool(config, environments)
-    try:
+    with closing(ScorerPool(config, environments)) as pool:
         for name, environment in environments.items():
             row = dataclasses.replace(list(environment.rows("train"))[1], environment=name)
             score = pool.submit(row, Completion(row.answer or "?")).result(300)
             wrong += [(name, score)] if row.answer and not score.correct else []
-    finally:
-        pool.close()
     assert not wrong
 
 
@@ -104,7 +99,7 @@ def test_a_held_out_prompt_is_no_training_prompt_though_there_are_few():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "expected"),
     [
         ("chain_sums", {}, "has no data set of that name; near it are chain_sum"),
         ("chain_sum", {"terms": 3}, r"options: reasoning_gym:chain_sum has no option 'terms' to give \(it has: "),
@@ -112,10 +107,10 @@ def test_a_held_out_prompt_is_no_training_prompt_though_there_are_few():
         ("chain_sum", {"min_terms": -1}, "AssertionError"),
     ],
 )
-def test_what_cannot_be_is_one_line(name, options, said):
+def test_what_cannot_be_is_one_line(name, options, expected):
     prepare = make_environment(config_of(name, **options)).prepare
     assert prepare is not None
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=expected) as caught:
         prepare()
     assert "\n" not in str(caught.value)
 

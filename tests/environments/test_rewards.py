@@ -1,6 +1,7 @@
 """Reward functions of the user's, through the processes that score."""
 
 import dataclasses
+from contextlib import closing
 
 import pytest
 
@@ -92,8 +93,8 @@ class Pool(ScorerPool):
     def __exit__(self, *_):
         self.close()
 
-    def of(self, text, row=ROW, **said):
-        return self.submit(row, Completion(text, **said)).result(600)
+    def of(self, text, row=ROW, **further):
+        return self.submit(row, Completion(text, **further)).result(600)
 
 
 def test_a_function_gets_by_name_what_it_takes(named):
@@ -171,7 +172,7 @@ def test_a_function_may_end_the_run(named):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "expected"),
     [
         ({"reward": "nowhere.py:f"}, r"^config\.environment\.reward=nowhere\.py:f: there is no file nowhere\.py"),
         ({"reward": "my_rewards.py"}, r"my_rewards\.py: is not FILE\.py:FUNCTION, 'environment' or 'judge'$"),
@@ -181,13 +182,13 @@ def test_a_function_may_end_the_run(named):
         ({"rewards": {"my_rewards.py:brief": True}}, "is True, not a number"),
     ],
 )
-def test_what_cannot_be_is_said_when_the_environment_is_made(named, fields, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_is_said_when_the_environment_is_made(named, fields, expected):
+    with pytest.raises(ValueError, match=expected):
         make_environment(config_of(**fields))
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         (
             "my_rewards.py:brie",
@@ -201,8 +202,8 @@ def test_what_cannot_be_is_said_when_the_environment_is_made(named, fields, said
         ("unfinished.py:f", r"SyntaxError: invalid syntax \(unfinished\.py line 1\)$"),
     ],
 )
-def test_what_cannot_be_called_is_said_before_the_first_row(named, given, said):
-    with Pool(reward=given) as pool, pytest.raises(ScorerError, match=said) as caught:
+def test_what_cannot_be_called_is_said_before_the_first_row(named, given, expected):
+    with Pool(reward=given) as pool, pytest.raises(ScorerError, match=expected) as caught:
         pool.prepare()
     assert "\n" not in str(caught.value)
 
@@ -214,11 +215,8 @@ def test_parts_of_a_mixture_have_rewards_of_their_own_in_one_pool(named):
         "style": EnvironmentConfig(reward=named("brief")),
         "bad": EnvironmentConfig(reward=named("brie")),
     }
-    pool = ScorerPool(config, make_environments(config))
-    try:
+    with closing(ScorerPool(config, make_environments(config))) as pool:
         assert pool.submit(dataclasses.replace(ROW, environment="sums"), Completion("2")).result(600).reward == 1.0
         assert pool.submit(dataclasses.replace(ROW, environment="style"), Completion("2")).result(600).reward == -0.1
         with pytest.raises(ScorerError, match=r"^config\.mixture\.bad\.reward=my_rewards\.py:brie: "):
             pool.prepare()
-    finally:
-        pool.close()

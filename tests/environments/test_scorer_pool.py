@@ -16,7 +16,7 @@ from scalerl_jax.environments import Completion, Row, Score, scorer_pool
 from scalerl_jax.environments.base import WRONG
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.scorer_pool import ScorerError, ScorerPool
-from scalerl_jax.environments.thinking import split_thinking
+from scalerl_jax.environments.tokenizer import split_thinking
 from scalerl_jax.system import memory
 from tests.environments import odd
 from tests.support.processes import SECONDS

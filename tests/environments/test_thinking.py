@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_jax.environments.thinking import opening, split_thinking, thinking_at_end
+from scalerl_jax.environments.tokenizer import opening, split_thinking, thinking_at_end
 
 END = "</think>"
 TEXT = st.lists(st.sampled_from(["<think>", "</think>", " ", "\n", "a", "7", "</thin"]), max_size=8).map("".join)

@@ -37,7 +37,7 @@ def test_what_is_a_score(value, score):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "expected"),
     [
         (None, r"None \(NoneType\)"),
         ("1", r"'1' \(str\)"),
@@ -53,8 +53,8 @@ def test_what_is_a_score(value, score):
         ({"reward": "1"}, r"'1' \(str\)"),
     ],
 )
-def test_what_is_no_score(value, said):
-    with pytest.raises((TypeError, ValueError, OverflowError), match=said):
+def test_what_is_no_score(value, expected):
+    with pytest.raises((TypeError, ValueError, OverflowError), match=expected):
         to_score(value, correct_at=1.0)
 
 
@@ -138,7 +138,7 @@ def test_an_alarm_of_its_own_is_its_own():
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "expected"),
     [
         ({"reward": 1, "metrics": {"length": "long"}}, "metric 'length' is 'long', not a finite number"),
         ({"reward": 1, "metrics": {"length": math.inf}}, "metric 'length' is 'inf', not a finite number"),
@@ -148,8 +148,8 @@ def test_an_alarm_of_its_own_is_its_own():
         (Score(1.0, True, {"length": None}), "metric 'length' is 'None', not a finite number"),
     ],
 )
-def test_a_field_that_cannot_be_names_the_function(value, said):
-    with pytest.raises(ScoreFailed, match=rf"^FLAG=f\.py:f: returned what is no score: {said}"):
+def test_a_field_that_cannot_be_names_the_function(value, expected):
+    with pytest.raises(ScoreFailed, match=rf"^FLAG=f\.py:f: returned what is no score: {expected}"):
         of(lambda: value).score()
 
 

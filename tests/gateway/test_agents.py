@@ -11,8 +11,8 @@ import pytest
 
 from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import Completion
-from scalerl_jax.environments.agent import Outcome
 from scalerl_jax.environments.base import Row
+from scalerl_jax.environments.episode import Outcome
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.gateway.agents import RunAgents

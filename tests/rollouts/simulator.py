@@ -21,9 +21,8 @@ import numpy as np
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments import Row
-from scalerl_jax.environments.agent import AgentRun, Outcome
 from scalerl_jax.environments.base import RIGHT, WRONG
-from scalerl_jax.environments.episode import Part, Trajectory
+from scalerl_jax.environments.episode import AgentRun, Outcome, Part, Trajectory
 from scalerl_jax.rollouts.group_buffer import Call, GroupBuffer, GroupInFlight, Process, RolloutRequest
 from scalerl_jax.rollouts.pacing import Pacing
 

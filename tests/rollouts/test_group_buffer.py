@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
-from scalerl_jax.environments.agent import AgentRun
 from scalerl_jax.environments.base import RIGHT, WRONG, Row
-from scalerl_jax.environments.episode import Trajectory
+from scalerl_jax.environments.episode import AgentRun, Trajectory
 from scalerl_jax.rollouts.group_buffer import Call, GroupBuffer, GroupInFlight, Process, RolloutRequest, finished
 from scalerl_jax.rollouts.pacing import Phased, Pipeline
 from tests.rollouts.simulator import Faults, Simulation

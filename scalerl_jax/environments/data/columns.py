@@ -1,19 +1,58 @@
 """Rows without a layout: the config names the columns of the prompt, the answer and the task.
 
-A prompt is a text or a list of messages. All columns are kept in Row.extra, for a user's reward function.
+A prompt is a text or a list of messages. All columns are kept in Row.extra, for a user's reward function. Rows that
+cannot be used are counted, named, and skipped up to a limit.
 """
 
 import ast
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from scalerl_jax.config import ColumnsConfig
+from scalerl_jax.config import ColumnsConfig, EnvironmentConfig
 from scalerl_jax.environments.base import Row, joined_content
-from scalerl_jax.environments.data.malformed import Malformed
 
 MISSING = object()
+_NAMED = 3  # number of malformed rows named in messages
+
+
+class Malformed(ValueError):
+    """A row is malformed; the message states what was found and what is required."""
+
+
+class MalformedRows:
+    """The malformed rows of one environment; up to `most` are skipped. `field`: the config field, for messages."""
+
+    def __init__(self, *, field: str, most: int):
+        self._field, self._most = field, most
+        self._first: list[str] = []
+        self.count = 0
+
+    @classmethod
+    def of(cls, environment: EnvironmentConfig) -> "MalformedRows":
+        """Skips up to config.environment.max_malformed_rows."""
+        return cls(field="config.environment.max_malformed_rows", most=environment.max_malformed_rows)
+
+    def skip(self, name: str, why: str) -> None:
+        """Counts a malformed row. Raises ValueError, one line naming the first ones, if there are more than `most`."""
+        self.count += 1
+        if len(self._first) < _NAMED:
+            self._first.append(f"{name}: {why}")
+        if self.count <= self._most:
+            return
+        if not self._most:
+            raise ValueError(f"{self._first[0]} ({self._field} lets such rows be left out)")
+        raise ValueError(f"{self._field}={self._most}: there are more malformed rows: {self._named()}")
+
+    def notes(self) -> list[str]:
+        """A message on the skipped rows, if there are any."""
+        if not self.count:
+            return []
+        return [f"malformed rows left out: {self.count:,}: {self._named()}"]
+
+    def _named(self) -> str:
+        return "; ".join(self._first) + ("; ..." if self.count > len(self._first) else "")
 
 
 def find(columns: Mapping[str, Any], name: str) -> Any:
@@ -49,33 +88,26 @@ def written_out(text: str) -> Any:
     return text
 
 
-def make_row(columns: Mapping[str, Any], names: ColumnsConfig, *, needs: Iterable[str] = ("answer",)) -> Row:
-    """The row made from the config's columns.
+def make_row(columns: Mapping[str, Any], names: ColumnsConfig, *, needs_answer: bool = True) -> Row:
+    """The row made from the config's columns. Raises Malformed.
 
-    needs: fields of ColumnsConfig that a row must have besides the prompt. Raises Malformed.
+    needs_answer: a row must have the column of the answer, if the config names one.
     """
-    for field in ("prompt", *needs):
-        name = getattr(names, field)
+    needs_answer = needs_answer and bool(names.answer)
+    wanted = {"prompt": names.prompt, "answer": names.answer if needs_answer else ""}
+    for field, name in wanted.items():
         if name and find(columns, name) is MISSING:
-            wanted = [getattr(names, field) for field in ("prompt", *needs) if getattr(names, field)]
-            none = ""
-            if field == "answer":
-                none = (
-                    "; config.environment.columns.answer= says that rows have none, for a judge or a reward of your own"
-                )
-            raise Malformed(f"has no {name!r} ({keys(columns)}; wanted: {', '.join(wanted)}{none})")
-    prompt = find(columns, names.prompt)
-    messages: tuple[Mapping[str, str], ...] = ()
-    if isinstance(prompt, list):
-        messages = read_messages(prompt, names.prompt)
-        text = joined_content(messages)
-    else:
-        text = read_text(prompt, names.prompt)
+            none = "; config.environment.columns.answer= says that rows have none, for a judge or a reward of your own"
+            raise Malformed(
+                f"has no {name!r} ({keys(columns)}; wanted: {', '.join(filter(None, wanted.values()))}"
+                f"{none if field == 'answer' else ''})"
+            )
+    text, messages = read_prompt(find(columns, names.prompt), names.prompt)
     answer = find(columns, names.answer) if names.answer else MISSING
     task = find(columns, names.task) if names.task else MISSING
     return Row(
         text,
-        read_answer(answer, names.answer) if "answer" in needs and names.answer else loose_answer(answer),
+        read_answer(answer, names.answer) if needs_answer else loose_answer(answer),
         task="" if task in (MISSING, None, "") else read_text(number_text(task), names.task),
         extra=dict(columns),
         messages=messages,
@@ -87,6 +119,14 @@ def keys(columns: Mapping[str, Any]) -> str:
     """The names of the columns, for messages."""
     found = list(columns)
     return f"keys: {', '.join(found[:12])}{', ...' if len(found) > 12 else ''}" if found else "it has no keys"
+
+
+def read_prompt(value: Any, name: str) -> tuple[str, tuple[Mapping[str, str], ...]]:
+    """(text, messages) of a prompt that is a text, without messages, or a list of messages. Raises Malformed."""
+    if isinstance(value, list):
+        messages = read_messages(value, name)
+        return joined_content(messages), messages
+    return read_text(value, name), ()
 
 
 def read_text(value: Any, name: str) -> str:

@@ -9,7 +9,7 @@ character is a separate word, and counts as a fraction of a word with about the 
 
 (an English word in context has about 8 bits, at 1.5 bits per letter; a Chinese character has 4 to 5 bits, a Thai
 letter, like an English one, 1 to 2). Word sequences that many prompts of a set share are a common instruction ("Solve
-the following problem ...") and are ignored. Equal texts may differ only in white space (held_out.py), not in
+the following problem ...") and are ignored. Equal texts may differ only in white space (base.prompt_key), not in
 punctuation: 2-3 is not 2+3. Prompts of fewer than WORDS words are only found by equality.
 """
 
@@ -21,9 +21,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from scalerl_jax.config import Config
+from scalerl_jax.environments.base import prompt_key, question
 from scalerl_jax.environments.data import columns as columns_lib
-from scalerl_jax.environments.data import held_out, layouts, sources
-from scalerl_jax.environments.data.malformed import MalformedRows
+from scalerl_jax.environments.data import layouts, sources
+from scalerl_jax.environments.data.columns import MalformedRows
 
 WORDS = 13
 _COMMON_SHARE, _COMMON = 0.1, 3  # a sequence in more than this share of a set's prompts, and more than 3, is ignored
@@ -59,7 +60,7 @@ class Evaluations:
             prompts = set[Gram]()
             for text in texts:
                 prompts.add(words(text))
-                self._whole.setdefault(held_out.key(text), set()).add(name)
+                self._whole.setdefault(prompt_key(text), set()).add(name)
             shared = Counter(gram for prompt in prompts for gram in set(grams(prompt)))
             most = max(_COMMON, _COMMON_SHARE * len(prompts))
             for gram, count in shared.items():
@@ -68,7 +69,7 @@ class Evaluations:
 
     def has(self, text: str, row: str) -> bool:
         """Whether any set overlaps with the prompt `text` of the row named `row`; counts it for each such set."""
-        same = self._whole.get(held_out.key(text), set())
+        same = self._whole.get(prompt_key(text), set())
         overlapping = {name for gram in grams(words(text)) for name in self._grams.get(gram, ())} - same
         for name in same | overlapping:
             found = self.found[name]
@@ -135,12 +136,9 @@ def grams(prompt: Gram) -> Iterator[Gram]:
 def read(config: Config) -> Evaluations:
     """The sets of config.environment.decontaminate. Raises ValueError naming the field, or the file and row."""
     field = "config.environment.decontaminate"
-    environment, malformed = (
-        config.environment,
-        MalformedRows(field="config.environment.max_malformed_rows", most=config.environment.max_malformed_rows),
-    )
+    environment, malformed = config.environment, MalformedRows.of(config.environment)
     sets: dict[str, list[str]] = {}
-    for source in sources.parse(config.environment.decontaminate, field):
+    for source in sources.parse(environment.decontaminate, field):
         if source.weight is not None:
             raise ValueError(f"{field}: {source.text} has a weight, and nothing is drawn from it")
         texts = sets.setdefault(source.text, [])
@@ -149,8 +147,8 @@ def read(config: Config) -> Evaluations:
                 if source.layout:
                     row = layouts.make_row(columns, dataclasses.replace(layouts.LAYOUTS[source.layout], answers=()))
                 else:
-                    row = columns_lib.make_row(columns, environment.columns, needs=())
-                texts.append(held_out.question(row, environment))
+                    row = columns_lib.make_row(columns, environment.columns, needs_answer=False)
+                texts.append(question(row, environment))
             except ValueError as error:
                 malformed.skip(name, str(error))
         if not texts:

@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
-from scalerl_jax.environments.data.malformed import MalformedRows
+from scalerl_jax.environments.data.columns import Malformed, MalformedRows
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _MARK = b"\xef\xbb\xbf"
@@ -59,24 +59,24 @@ def files_of(where: str, field: str) -> list[str]:
             inside = [name for name in there if os.path.isdir(os.path.join(where, name))]
             more = f"; there are folders in it: {', '.join(inside[:5])}" if inside else ""
             raise ValueError(f"{given}: the folder has no file of rows ({', '.join(SUFFIXES)}){more}")
-        splits = {found[1] for name in names for found in [_SPLIT.search(name.lower())] if found}
+        splits = {match[1] for name in names if (match := _SPLIT.search(name.lower()))}
         if len(splits) > 1:
             raise ValueError(
                 f"{given}: the folder has files of several splits ({', '.join(sorted(splits))}): name those that are "
                 f"meant, as in {os.path.join(where, min(splits))}*"
             )
         return [os.path.join(where, name) for name in names]
-    if not os.path.exists(where) and glob.has_magic(where):
+    found = [where]
+    if not os.path.exists(where):
+        if not glob.has_magic(where):
+            raise ValueError(f"{given}: {os.strerror(2)}{_meant(where)}")
         found = sorted(path for path in glob.glob(where, recursive=True) if os.path.isfile(path))
         if not found:
             raise ValueError(f"{given}: no file is of that pattern")
-        for path in found:
-            _known(path, given)
-        return found
-    if not os.path.exists(where):
-        raise ValueError(f"{given}: {os.strerror(2)}{_meant(where)}")
-    _known(where, given)
-    return [where]
+    for path in found:
+        if not kind_of(path):
+            raise ValueError(f"{given}: {path} is not one of {', '.join(SUFFIXES)} by its name (.gz may follow)")
+    return found
 
 
 def _meant(where: str) -> str:
@@ -87,11 +87,6 @@ def _meant(where: str) -> str:
     if os.path.isdir(folder) and "/" not in folder and not kind_of(where):
         hint += f" (if it is a data set of the hub: {where}#SPLIT)"
     return hint
-
-
-def _known(path: str, given: str) -> None:
-    if not kind_of(path):
-        raise ValueError(f"{given}: {path} is not one of {', '.join(SUFFIXES)} by its name (.gz may follow)")
 
 
 def read_file(path: str, malformed: MalformedRows) -> Iterator[NamedColumns]:
@@ -129,8 +124,13 @@ _DECODER = json.JSONDecoder(parse_constant=lambda _: None, parse_float=_finite)
 
 
 def _loads(text: bytes) -> Any:
-    """Parses JSON, with NaN and infinities as None. Raises ValueError or RecursionError."""
-    return _DECODER.decode(text.decode("utf-8"))
+    """Parses JSON, with NaN and infinities as None. Raises Malformed."""
+    try:
+        return _DECODER.decode(text.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise Malformed(f"is not UTF-8 text ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"is not JSON ({error})") from error
 
 
 def _lines(file: IO[bytes], path: str, malformed: MalformedRows) -> Iterator[NamedColumns]:
@@ -142,24 +142,20 @@ def _lines(file: IO[bytes], path: str, malformed: MalformedRows) -> Iterator[Nam
         name = f"{path} row {number}"
         try:
             value = _loads(line)
-        except UnicodeDecodeError as error:
-            malformed.skip(name, f"is not UTF-8 text ({error})")
-        except (ValueError, RecursionError) as error:
-            malformed.skip(name, f"is not JSON ({error})")
+        except Malformed as error:
+            malformed.skip(name, str(error))
+            continue
+        if isinstance(value, dict):
+            yield name, value
         else:
-            if isinstance(value, dict):
-                yield name, value
-            else:
-                malformed.skip(name, "is not a JSON object" + (": a file that is a list is a .json" * (number == 1)))
+            malformed.skip(name, "is not a JSON object" + (": a file that is a list is a .json" * (number == 1)))
 
 
 def _list(file: IO[bytes], path: str, malformed: MalformedRows) -> Iterator[NamedColumns]:
     try:
         values = _loads(file.read().removeprefix(_MARK))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text ({error})") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is not JSON ({error})") from error
+    except Malformed as error:
+        raise ValueError(f"{path}: {error}") from error
     for number, value in enumerate(values, 1):
         if isinstance(value, list):
             value = {str(n): cell for n, cell in enumerate(value)}

@@ -34,13 +34,13 @@ _COLUMN, _FUNCTION, _COLUMNS = "column", "function ", "columns of the row"  # a 
 
 
 class Filter:
-    """A filter expression; an empty one keeps every row. Error messages name the config's `field`.
+    """A filter expression; an empty one keeps every row.
 
     Raises ValueError if it is not an expression, or uses anything that is not allowed.
     """
 
-    def __init__(self, expression: str, field: str):
-        self._given = f"{field}={expression}"
+    def __init__(self, expression: str):
+        self._given = f"config.environment.filter={expression}"
         self._code = None
         if not expression.strip():
             return

@@ -7,14 +7,14 @@ with config.environment.prompt_suffix.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scalerl_jax.environments.base import Row, joined_content
+from scalerl_jax.environments.base import Row
 from scalerl_jax.environments.data import columns as columns_lib
-from scalerl_jax.environments.data.columns import MISSING, find
-from scalerl_jax.environments.data.malformed import Malformed
+from scalerl_jax.environments.data.columns import MISSING, Malformed, find
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +99,9 @@ def released(release: str) -> tuple[str, ...]:
     return ("test.jsonl", *(f"test{n}.jsonl" for n in range(2, int(found[1]) + 1)))
 
 
+# Code is scored by tests: its rows have no answers.
+_code = functools.partial(Layout, answers=(), kind="code")
+
 LAYOUTS = {
     # {"problem", "answer", "difficulty"}, difficulty is "3/8" for 3 of 8 correct; huggingface.co card of the data set.
     "polaris": Layout(
@@ -131,11 +134,9 @@ LAYOUTS = {
         only=("ability", ("math",)),
         held_out="validation",
     ),
-    "verl_code": Layout(
+    "verl_code": _code(
         "PRIME-RL/Eurus-2-RL-Data",
         "prompt",
-        answers=(),
-        kind="code",
         tests="reward_model.ground_truth",
         only=("ability", ("code", "coding")),
         held_out="validation",
@@ -151,11 +152,9 @@ LAYOUTS = {
         train="math",
         held_out="math",
     ),
-    "skywork_code": Layout(
+    "skywork_code": _code(
         "Skywork/Skywork-OR1-RL-Data",
         "prompt",
-        answers=(),
-        kind="code",
         tests="reward_model.ground_truth",
         train="code",
         held_out="code",
@@ -199,11 +198,9 @@ LAYOUTS = {
         marks=("problem", "ground_truth_solution", "domain"),
         note="solutions without \\boxed{} have no answer: config.environment.max_malformed_rows=N leaves such rows out",
     ),
-    "openthoughts_code": Layout(
+    "openthoughts_code": _code(
         "open-thoughts/OpenThoughts-114k",
         "problem",
-        answers=(),
-        kind="code",
         tests="test_cases",
         starter="starter_code",
         configs=("metadata",),
@@ -212,41 +209,33 @@ LAYOUTS = {
         marks=("problem", "test_cases", "domain"),
     ),
     # {"task_id", "prompt", "canonical_solution", "test", "entry_point"}: the card.
-    "humaneval": Layout(
+    "humaneval": _code(
         "openai/openai_humaneval",
         "prompt",
-        answers=(),
-        kind="code",
         ask=stub,
         train="test",
         marks=("prompt", "test", "entry_point"),
     ),
     # {"text", "code", "test_list", "test_setup_code", ...}; of the config "sanitized" {"prompt", "test_imports", ...}:
     # the card.
-    "mbpp": Layout(
+    "mbpp": _code(
         "google-research-datasets/mbpp",
         "text",
-        answers=(),
-        kind="code",
         ask=first_test,
         configs=("full",),
         marks=("text", "test_list"),
     ),
-    "mbpp_sanitized": Layout(
+    "mbpp_sanitized": _code(
         "google-research-datasets/mbpp",
         "prompt",
-        answers=(),
-        kind="code",
         ask=first_test,
         configs=("sanitized",),
         marks=("prompt", "test_list"),
     ),
     # {"question", "solution", "test", "test_info": [{"function_declaration", ...}], ...}: the card.
-    "kodcode": Layout(
+    "kodcode": _code(
         "KodCode/KodCode-V1",
         "question",
-        answers=(),
-        kind="code",
         ask=declared,
         held_out="train",
         marks=("question", "test", "test_info"),
@@ -254,13 +243,8 @@ LAYOUTS = {
         "config.environment.max_malformed_rows=N leaves such rows out",
     ),
     # {"description", "public_tests", "private_tests", "generated_tests", "input_file", ...}: the card.
-    "codecontests": Layout(
-        "deepmind/code_contests",
-        "description",
-        answers=(),
-        kind="code",
-        only=("input_file", ("",)),
-        marks=("description", "public_tests"),
+    "codecontests": _code(
+        "deepmind/code_contests", "description", only=("input_file", ("",)), marks=("description", "public_tests")
     ),
     # {"problem", "answer", "solution", "subject", "level": int, "unique_id"}: the card's copies.
     "math500": Layout(
@@ -285,11 +269,9 @@ LAYOUTS = {
     ),
     # {"problem", "tests", "starter_code", "metadata"}: copies of it; each config has further columns, and the splits
     # that its card lists: train in three, test in two.
-    "deepcoder": Layout(
+    "deepcoder": _code(
         "agentica-org/DeepCoder-Preview-Dataset",
         "problem",
-        answers=(),
-        kind="code",
         starter="starter_code",
         configs=("primeintellect", "taco", "lcbv5"),
         held_out_configs=("codeforces", "lcbv5"),
@@ -297,11 +279,9 @@ LAYOUTS = {
     ),
     # {"question_content", "starter_code", "public_test_cases", "private_test_cases", "metadata", "difficulty", ...}:
     # the card. On the hub it is files, and a program that picks the files of a release.
-    "livecodebench": Layout(
+    "livecodebench": _code(
         "livecodebench/code_generation_lite",
         "question_content",
-        answers=(),
-        kind="code",
         task="difficulty",
         starter="starter_code",
         train="test",
@@ -309,11 +289,9 @@ LAYOUTS = {
         marks=("question_content", "public_test_cases"),
     ),
     # {"question", "starter_code", "input_output", "difficulty", ...}: the card.
-    "taco": Layout(
+    "taco": _code(
         "BAAI/TACO",
         "question",
-        answers=(),
-        kind="code",
         task="difficulty",
         starter="starter_code",
         configs=("ALL",),
@@ -330,8 +308,7 @@ def make_row(columns: Mapping[str, Any], layout: Layout) -> Row:
         wanted = ", ".join([layout.prompt, *([" or ".join(layout.answers)] if layout.answers else [])])
         missing = layout.prompt if prompt is MISSING else layout.answers[0]
         raise Malformed(f"has no {missing!r} ({columns_lib.keys(columns)}; wanted: {wanted})")
-    messages = columns_lib.read_messages(prompt, layout.prompt) if isinstance(prompt, list) else ()
-    text = joined_content(messages) if messages else columns_lib.read_text(prompt, layout.prompt)
+    text, messages = columns_lib.read_prompt(prompt, layout.prompt)
     if layout.ask is not None:
         text = layout.ask(text, columns)
     starter = find(columns, layout.starter) if layout.starter else MISSING

@@ -1,12 +1,17 @@
-"""Turns the rows of one environment into prompts: filter, deduplicate, hold out, decontaminate; counts dropped rows."""
+"""Turns the rows of one environment into prompts: filter, deduplicate, hold out, decontaminate; counts dropped rows.
+
+Held out are the `count` rows with the lowest keys of their questions (base.prompt_key). So the selection does not
+depend on the order of rows, a seed or a template; when data are added, only new rows with lower keys enter it. The same
+key identifies duplicates: prompts that differ only in white space are the same.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from scalerl_jax.config import Config
-from scalerl_jax.environments.base import Environment, Row
-from scalerl_jax.environments.data import decontamination, held_out
+from scalerl_jax.environments.base import Environment, Row, prompt_key, question
+from scalerl_jax.environments.data import decontamination
 from scalerl_jax.environments.data.filter import Filter
 from scalerl_jax.environments.prompts import Prompts
 from scalerl_jax.environments.tokenizer import Tokenizer
@@ -44,14 +49,13 @@ class Problems:
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
         self._config, self._prompts = config, Prompts(config, tokenizer)
-        self._filter = Filter(config.environment.filter, "config.environment.filter")
+        self._filter = Filter(config.environment.filter)
         self._held_out: dict[bytes, Row] = {}
         self._train: dict[bytes, Row] = {}
         self._filtered, self._repeated, self._differing = Counted(), Counted(), Counted()
         self._shared, self._long = Counted(), Counted()
         self._contaminated: list[str] = []
         self._asked: list[Row] = []
-        self._taken_out = False
         self._counts = ""
 
     def read_held_out(self, environment: Environment, known: Known) -> None:
@@ -80,25 +84,24 @@ class Problems:
         """
         if self._config.environment.validation and not self._held_out:
             raise ValueError("config.environment.validation: no prompt is left")
-        self._taken_out = self.takes_out
-        candidates = self._train if self._taken_out else self._held_out
+        candidates = self._train if self.takes_out else self._held_out
         for key in sorted(candidates):
             if len(self._asked) == self._config.evaluation.prompts:
                 break
             # A prompt that is too long is not trained on either; the next one is held out instead.
             for row in self._render([candidates[key]]):
-                asked = held_out.key(row.text, row.key)
+                asked = prompt_key(row.text, row.key)
                 if not self._repeats(row, known.held_out_asked.get(asked)):
                     known.held_out_asked[asked] = row
                     self._asked.append(row)
-            if self._taken_out:
+            if self.takes_out:
                 del candidates[key]
         self._counts = f"{len(self._asked):,} prompts held out"
         return self._asked
 
     def train(self, known: Known) -> list[Row]:
         """The training rows as token ids, in order. Call it after `held_out` of all environments. Raises ValueError."""
-        if self._taken_out and self._asked and not self._train:
+        if self.takes_out and self._asked and not self._train:
             raise ValueError(
                 f"config.evaluation.prompts={self._config.evaluation.prompts}: there are {len(self._asked)} prompts in "
                 "all, and none is left to train on; config.environment.validation names prompts of its own"
@@ -107,18 +110,18 @@ class Problems:
         if self._config.environment.decontaminate:
             evaluations = decontamination.read(self._config)
             environment = self._config.environment
-            clean = [row for row in clean if not evaluations.has(held_out.question(row, environment), row.name)]
+            clean = [row for row in clean if not evaluations.has(question(row, environment), row.name)]
             self._contaminated = evaluations.notes()
         kept = []
         for row in self._render(clean):
-            asked = held_out.key(row.text, row.key)
+            asked = prompt_key(row.text, row.key)
             if self._is_held_out(row, known.held_out_asked.get(asked)):
                 continue
             if not self._repeats(row, known.train_asked.get(asked)):
                 known.train_asked[asked] = row
                 kept.append(row)
         self._counts = f"{len(kept):,} training prompts, {len(self._asked):,} held out"
-        if self._taken_out:
+        if self.takes_out:
             self._counts += " of the same rows"
         return kept
 
@@ -147,7 +150,7 @@ class Problems:
                 self._filtered.add(row.name)
 
     def _key(self, row: Row) -> bytes:
-        return held_out.key(held_out.question(row, self._config.environment), row.key)
+        return prompt_key(question(row, self._config.environment), row.key)
 
     def _is_held_out(self, row: Row, asked: Row | None) -> bool:
         if asked is not None:

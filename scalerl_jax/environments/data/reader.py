@@ -1,16 +1,17 @@
 """Reads the rows of an environment from the sources in the config."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from scalerl_jax.config import ColumnsConfig, Config
 from scalerl_jax.environments.base import Row, scores_itself
 from scalerl_jax.environments.data import columns as columns_lib
 from scalerl_jax.environments.data import layouts, sources
+from scalerl_jax.environments.data.columns import MalformedRows
 from scalerl_jax.environments.data.filter import Filter
 from scalerl_jax.environments.data.layouts import LAYOUTS
-from scalerl_jax.environments.data.malformed import MalformedRows
 from scalerl_jax.environments.data.sources import Source
 
 Finish = Callable[[Row, Mapping[str, Any]], Row]  # of a row and its columns; raises ValueError: the row is malformed
@@ -19,20 +20,16 @@ Finish = Callable[[Row, Mapping[str, Any]], Row]  # of a row and its columns; ra
 class Reader:
     """Provides rows, weights and notes of an Environment that reads config.environment.train and validation.
 
-    kind: the Layout.kind of layouts that it accepts. needs: fields of config.environment.columns that a row without a
-    layout must have besides the prompt. finish: makes the row that the environment scores, from a row and its columns.
+    kind: the Layout.kind of layouts that it accepts; rows of "math" must have an answer. finish: makes the row that the
+    environment scores, from a row and its columns.
     """
 
-    def __init__(
-        self, config: Config, *, kind: str = "math", needs: Iterable[str] = ("answer",), finish: Finish | None = None
-    ):
-        self._environment, self._kind, self._needs, self._finish = config.environment, kind, tuple(needs), finish
-        self._malformed = MalformedRows(
-            field="config.environment.max_malformed_rows", most=config.environment.max_malformed_rows
-        )
-        self._filter = Filter(config.environment.filter, "config.environment.filter")
+    def __init__(self, config: Config, *, kind: str = "math", finish: Finish | None = None):
+        self._environment, self._kind, self._finish = config.environment, kind, finish
+        self._malformed = MalformedRows.of(config.environment)
+        self._filter = Filter(config.environment.filter)
         self._filtered = 0
-        self._others: dict[str, int] = {}  # rows that are not a layout's own, by its name
+        self._others: Counter[str] = Counter()  # rows that are not a layout's own, by its name
         self._suspected: list[str] = []
         self.weights = sources.weights(self._sources("train"))
 
@@ -45,7 +42,7 @@ class Reader:
         if not given and split == "train":
             raise ValueError(f"config.environment.{split}: no file is given")
         unanswered = [source for source in given if not source.layout] if not self._environment.columns.answer else []
-        if unanswered and "answer" in self._needs and scores_itself(self._environment):
+        if unanswered and self._kind == "math" and scores_itself(self._environment):
             raise ValueError(
                 f"config.environment.columns.answer is empty, so rows of {unanswered[0].given} have no right answers: "
                 "config.environment.reward=judge, or FILE.py:FUNCTION, scores without them"
@@ -55,7 +52,7 @@ class Reader:
             for name, columns in source.read(held_out=split != "train", malformed=self._malformed):
                 empty = False
                 if source.layout and not layouts.has(columns, LAYOUTS[source.layout]):
-                    self._others[source.layout] = self._others.get(source.layout, 0) + 1
+                    self._others[source.layout] += 1
                     continue
                 row = self._row(name, columns, source)
                 if row is None:
@@ -108,7 +105,7 @@ class Reader:
                 row = layouts.make_row(columns, layout)
                 columns = layouts.with_tests(columns, layout, self._environment.columns.tests)
             else:
-                row = columns_lib.make_row(columns, self._environment.columns, needs=self._needs)
+                row = columns_lib.make_row(columns, self._environment.columns, needs_answer=self._kind == "math")
                 self._suspect(row, name, source)
             if self._finish is not None:
                 row = self._finish(row, columns)

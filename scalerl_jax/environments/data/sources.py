@@ -19,10 +19,10 @@ import re
 from collections.abc import Iterator
 
 from scalerl_jax.environments.data import files, hub
+from scalerl_jax.environments.data.columns import MalformedRows
 from scalerl_jax.environments.data.files import NamedColumns
 from scalerl_jax.environments.data.hub import HubName
 from scalerl_jax.environments.data.layouts import LAYOUTS, Layout
-from scalerl_jax.environments.data.malformed import MalformedRows
 
 _WEIGHT = re.compile(r"(.+)\*([0-9]+\.?[0-9]*|\.[0-9]+)")
 _LAYOUT = re.compile(r"(\w+):(.+)")

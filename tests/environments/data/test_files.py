@@ -13,8 +13,8 @@ import pytest
 from pyarrow import parquet
 
 from scalerl_jax.environments.data import files
+from scalerl_jax.environments.data.columns import MalformedRows
 from scalerl_jax.environments.data.files import json_row
-from scalerl_jax.environments.data.malformed import MalformedRows
 
 ROWS = [
     {"prompt": "one?", "answer": "1"},
@@ -87,7 +87,7 @@ def test_malformed_rows_are_skipped_and_the_rest_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "held", "told"),
+    ("name", "held", "expected"),
     [
         ("a.json", b"[1, 2", "is not JSON"),
         ("a.json", b'["\xff"]', "is not UTF-8"),
@@ -101,10 +101,10 @@ def test_malformed_rows_are_skipped_and_the_rest_is_read(tmp_path):
         ("a.csv.gz", gzip.compress(b"a,b\n" + bytes(range(32, 127)) * 9, mtime=0)[:60], "is not gzip, or is cut off"),
     ],
 )
-def test_a_file_that_is_none_is_one_line(tmp_path, name, held, told):
+def test_a_file_that_is_none_is_one_line(tmp_path, name, held, expected):
     path = tmp_path / name
     path.write_bytes(held)
-    with pytest.raises(ValueError, match=f"^{path}: {told}") as caught:
+    with pytest.raises(ValueError, match=f"^{path}: {expected}") as caught:
         read(path, most=9)
     assert "\n" not in str(caught.value)
 
@@ -186,7 +186,7 @@ def test_a_folder_is_its_files_in_order(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("where", "told"),
+    ("where", "expected"),
     [
         ("absent.jsonl", "absent.jsonl: No such file or directory"),
         ("*.parquet", r"\*.parquet: no file is of that pattern"),
@@ -199,12 +199,12 @@ def test_a_folder_is_its_files_in_order(tmp_path):
         ),
     ],
 )
-def test_what_is_no_file_of_rows_is_named(tmp_path, where, told):
+def test_what_is_no_file_of_rows_is_named(tmp_path, where, expected):
     (tmp_path / "rows.txt").write_text("{}")
     (tmp_path / "data" / "train").mkdir(parents=True)
     (tmp_path / "splits").mkdir()
     for name in ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test.jsonl"):
         write(tmp_path / "splits" / name, [{"a": 1}])
-    with pytest.raises(ValueError, match=f"^train={tmp_path}/{told}"):
+    with pytest.raises(ValueError, match=f"^train={tmp_path}/{expected}"):
         files.files_of(f"{tmp_path}/{where}", "train")
     assert len(files.files_of(f"{tmp_path}/splits/train*", "train")) == 2

@@ -17,7 +17,7 @@ ROW = {
 
 
 def keeps(expression, row=ROW):
-    return Filter(expression, "config.environment.filter").keeps("FILE row 7", row)
+    return Filter(expression).keeps("FILE row 7", row)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_what_it_says_of_a_row(expression, kept):
 
 
 @pytest.mark.parametrize(
-    ("expression", "told"),
+    ("expression", "expected"),
     [
         ("level >=", "is not an expression"),
         ("level = 3", "is not an expression"),
@@ -76,14 +76,14 @@ def test_what_it_says_of_a_row(expression, kept):
         ("column()", r"is not column\(NAME\)"),
     ],
 )
-def test_what_it_may_not_say(expression, told):
-    with pytest.raises(ValueError, match=rf"^config\.environment\.filter=.*: .*{told}") as caught:
-        Filter(expression, "config.environment.filter")
+def test_what_it_may_not_say(expression, expected):
+    with pytest.raises(ValueError, match=rf"^config\.environment\.filter=.*: .*{expected}") as caught:
+        Filter(expression)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("expression", "told"),
+    ("expression", "expected"),
     [
         ("text.__class__", "FILE row 7 has no column 'text.__class__'"),
         (
@@ -99,7 +99,7 @@ def test_what_it_may_not_say(expression, told):
         ("difficulty[0](1)", "is not one of"),
     ],
 )
-def test_what_it_cannot_say_of_a_row_names_both(expression, told):
-    with pytest.raises(ValueError, match=rf"^config\.environment\.filter=.*: .*{told}") as caught:
+def test_what_it_cannot_say_of_a_row_names_both(expression, expected):
+    with pytest.raises(ValueError, match=rf"^config\.environment\.filter=.*: .*{expected}") as caught:
         keeps(expression)
     assert "\n" not in str(caught.value)

@@ -6,25 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_jax.config import PHRASE, Config, EnvironmentConfig
-from scalerl_jax.environments import arithmetic, made_problems
-from scalerl_jax.environments.base import RIGHT, Environment, Row
-from scalerl_jax.environments.data import held_out
+from scalerl_jax.config import Config
+from scalerl_jax.environments.base import RIGHT, Environment, Row, prompt_key
 from scalerl_jax.environments.data.problems import Known, Problems
-from scalerl_jax.environments.tokenizer import make_tokenizer
 
 texts = st.lists(st.text(min_size=1).filter(str.strip), unique_by=lambda text: " ".join(text.split()), max_size=40)
 
 
 @pytest.fixture(scope="module")
-def chosen(tmp_path_factory):
+def chosen(tokenizer):
     """Of texts, those that are held out for an evaluation of `count` prompts."""
-    corpus = made_problems.corpus(arithmetic.draw, arithmetic.trace, EnvironmentConfig(), seed=0, phrase=PHRASE)
-    tokenizer = make_tokenizer(corpus=corpus, path=str(tmp_path_factory.mktemp("tokenizer")), vocabulary=384)
 
     def of(some, count):
         config = Config()
         config.evaluation.prompts = count
+        config.rollout.thinking_budget_min = config.rollout.thinking_budget_max = 0  # a text may end in </think>
         rows = [Row(text) for text in some]
         problems, known = Problems(config, tokenizer), Known()
         environment = Environment(lambda split: rows if split == "train" else (), lambda row, completion: RIGHT)
@@ -61,4 +57,4 @@ def test_the_lowest_are_the_lowest(chosen, some):
 
 
 def test_white_space_is_no_difference_and_anything_else_is():
-    assert held_out.key("a  b\n") == held_out.key(" a b") != held_out.key("ab") != held_out.key("a B")
+    assert prompt_key("a  b\n") == prompt_key(" a b") != prompt_key("ab") != prompt_key("a B")

@@ -8,8 +8,8 @@ from pyarrow import parquet
 
 from scalerl_jax.config import Config
 from scalerl_jax.environments.data import layouts
+from scalerl_jax.environments.data.columns import MalformedRows
 from scalerl_jax.environments.data.layouts import LAYOUTS
-from scalerl_jax.environments.data.malformed import MalformedRows
 from scalerl_jax.environments.data.reader import Reader
 from scalerl_jax.environments.data.sources import parse, weights
 from tests.environments.data.published import ASKED, LOOKS, PUBLISHED
@@ -86,7 +86,7 @@ def test_a_list_of_lists_is_rows_with_numbers_for_columns(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("answer", "column", "told"),
+    ("answer", "column", "expected"),
     [
         ('["\\\\frac{1}{2}"]', "answer", "'answer' is a list of 1; answer.0 is the first of it"),
         ([4, 5], "answer", "'answer' is a list of 2; answer.0 is the first of it"),
@@ -96,11 +96,11 @@ def test_a_list_of_lists_is_rows_with_numbers_for_columns(tmp_path):
         ("[4, 5]", "answer", ""),  # an interval, as mathematics writes it
     ],
 )
-def test_an_answer_that_no_completion_would_say_is_refused_or_read_by_its_path(tmp_path, answer, column, told):
+def test_an_answer_that_no_completion_would_say_is_refused_or_read_by_its_path(tmp_path, answer, column, expected):
     config = config_of(jsonl(tmp_path / "rows.jsonl", [{"prompt": "2+2?", "answer": answer}]))
     config.environment.columns.answer = column
-    if told:
-        with pytest.raises(ValueError, match=told):
+    if expected:
+        with pytest.raises(ValueError, match=expected):
             rows_of(config)
     else:
         (row,) = rows_of(config)
@@ -131,8 +131,8 @@ def test_a_column_of_tasks_that_no_row_has(tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "2+2?", "answer": 4, "topic": "sums"}])
     config = config_of(path)
     config.environment.columns.task = "topik"
-    told = rf"^config\.environment\.columns\.task=topik: no row of config\.environment\.train={path} has it"
-    with pytest.raises(ValueError, match=told):
+    expected = rf"^config\.environment\.columns\.task=topik: no row of config\.environment\.train={path} has it"
+    with pytest.raises(ValueError, match=expected):
         rows_of(config)
     config.environment.validation = jsonl(tmp_path / "test.jsonl", [{"prompt": "3?", "answer": 3, "topik": None}])
     assert rows_of(config) and rows_of(config, "validation")  # tasks are reported of evaluations
@@ -140,25 +140,16 @@ def test_a_column_of_tasks_that_no_row_has(tmp_path):
 
 def test_a_row_that_a_layout_does_not_fit(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"question": "2+2?", "answer": "four"}])
-    with pytest.raises(ValueError, match=r"a\.jsonl row 1: 'answer' has nothing behind ####"):
-        rows_of(config_of(f"gsm8k:{path}"))
-    with pytest.raises(
-        ValueError, match=r"row 1: has no 'problem' \(keys: question, answer; wanted: problem, answer\)"
+    other = jsonl(tmp_path / "b.jsonl", [{"problem": "2+2?", "answer": "", "solution": "?"}])
+    for train, line in (
+        (f"gsm8k:{path}", r"a\.jsonl row 1: 'answer' has nothing behind ####"),
+        (f"polaris:{path}", r"row 1: has no 'problem' \(keys: question, answer; wanted: problem, answer\)"),
+        (f"dapo:{path}", r"has no 'prompt' \(keys: .*; wanted: prompt, reward_model.ground_truth or sol"),
+        (path, r"row 1: has no 'prompt' .*; perhaps config\.environment\.columns\.prompt=question"),
+        (f"deepscaler:{other}", r"b\.jsonl row 1: 'answer' is not a text, or is empty \(a few rows have no answ"),
     ):
-        rows_of(config_of(f"polaris:{path}"))
-    with pytest.raises(
-        ValueError, match=r"has no 'prompt' \(keys: .*; wanted: prompt, reward_model.ground_truth or sol"
-    ):
-        rows_of(config_of(f"dapo:{path}"))
-    with pytest.raises(
-        ValueError, match=r"row 1: has no 'prompt' .*; perhaps config\.environment\.columns\.prompt=question"
-    ):
-        rows_of(config_of(path))
-    path = jsonl(tmp_path / "b.jsonl", [{"problem": "2+2?", "answer": "", "solution": "?"}])
-    with pytest.raises(
-        ValueError, match=r"b\.jsonl row 1: 'answer' is not a text, or is empty \(a few rows have no answ"
-    ):
-        rows_of(config_of(f"deepscaler:{path}"))
+        with pytest.raises(ValueError, match=line):
+            rows_of(config_of(train))
 
 
 def test_layouts_go_with_their_environment(tmp_path):
@@ -218,7 +209,7 @@ def test_what_an_environment_makes_of_a_row_may_fail(tmp_path):
         return row
 
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "tests": []}, {"prompt": "b"}])
-    reader = Reader(config_of(path, max_malformed_rows=1), needs=(), finish=finish)
+    reader = Reader(config_of(path, max_malformed_rows=1), kind="code", finish=finish)
     assert [row.text for row in reader.rows("train")] == ["a"]
     assert reader.notes() == [f"malformed rows left out: 1: {path} row 2: there are no unit tests"]
 
@@ -316,7 +307,7 @@ def test_the_grammar(text, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("a.jsonl,", "train=a.jsonl,: there is nothing between two of its commas"),
         ("a.jsonl*0", r"train=a.jsonl\*0: the weight of a.jsonl is 0, and must be above 0"),
@@ -327,8 +318,8 @@ def test_the_grammar(text, expected):
         ("gsm9k:a.jsonl", "train=gsm9k:a.jsonl: gsm9k is not one of the known layouts, polaris, deepscaler"),
     ],
 )
-def test_what_the_grammar_does_not_have(text, told):
-    with pytest.raises(ValueError, match=f"^{told}"):
+def test_what_the_grammar_does_not_have(text, expected):
+    with pytest.raises(ValueError, match=f"^{expected}"):
         parse(text, "train")
 
 
