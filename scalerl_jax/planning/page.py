@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scalerl_jax.planning import compiled
-from scalerl_jax.planning.generators import Cost, Fleet
+from scalerl_jax.planning.cost import Cost, Fleet
 from scalerl_jax.planning.layout_plan import LayoutPlan, Question
 from scalerl_jax.planning.roofline import Traffic
 from scalerl_jax.scaling.commands.results import new_table, say
