@@ -11,7 +11,7 @@ Guarantees:
    model folder), not a fault to survive.
 
 Each server gets `threads` XLA threads, so that the processes of one machine share its cores rather than fight for
-them; accelerators.py decides how they share its GPUs. A server has its own process group: Ctrl-C goes to the trainer
+them; starting.py decides how they share its GPUs. A server has its own process group: Ctrl-C goes to the trainer
 alone, which then stops the servers.
 
 Left out on purpose: this neither speaks gRPC nor knows whether a server is healthy. The trainer's fleet checks that,
