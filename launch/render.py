@@ -138,7 +138,7 @@ def main(given: GivenConfig) -> None:
     rendered.write_folder(folder, files)
     width = max(len(file.name) for file in files)
     for file in files:
-        print(f"{os.path.join(folder, file.name):<{len(folder) + 1 + width}}  {file.says}")
+        print(f"{os.path.join(folder, file.name):<{len(folder) + 1 + width}}  {file.summary}")
     command = ["bash", os.path.join(folder, script)]
     if dry:
         print(f"to apply them: {shlex.join(command)}", flush=True)

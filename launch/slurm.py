@@ -20,15 +20,7 @@ import re
 from typing import Any
 
 from launch.rendered import RenderedFile, from_template
-from launch.settings import (
-    COLLAPSED,
-    LEFT_ON_SIGTERM,
-    READS_JSON,
-    USERS_MISTAKE,
-    Settings,
-    generator_command,
-    train_command,
-)
+from launch.settings import EXIT_CODES, READS_JSON, Settings, generator_command, train_command
 from scalerl_jax import config_io
 
 _OPTION = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(=[^\n]+)?")
@@ -103,14 +95,7 @@ def render(settings: Settings, queue: Queue) -> list[RenderedFile]:
     queue.check(settings)
     # Folder of the jobs' addresses and logs; it outlives the files here.
     state = f"{settings.workdir}-launch"
-    values: dict[str, Any] = {
-        "settings": settings,
-        "queue": queue,
-        "state": state,
-        "LEFT_ON_SIGTERM": LEFT_ON_SIGTERM,
-        "USERS_MISTAKE": USERS_MISTAKE,
-        "COLLAPSED": COLLAPSED,
-    }
+    values: dict[str, Any] = {"settings": settings, "queue": queue, "state": state, **EXIT_CODES}
     model = os.path.abspath(settings.config.model.path)
     made = []
     if settings.generator is not None:

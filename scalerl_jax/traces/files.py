@@ -22,7 +22,7 @@ import json
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -302,9 +302,9 @@ class _Writer:
 
     def write(self) -> list[str]:
         """Writes the folder; returns the notes to print."""
-        last = time.monotonic()
+        last, traces = time.monotonic(), self._traces()
         with open(os.path.join(self._folder, "tokens.int32"), "wb") as file:
-            for some in _batched(self._traces(), _AT_ONCE):
+            while some := list(itertools.islice(traces, _AT_ONCE)):
                 for given, example in zip(some, self._tokenized([trace for _, trace in some]), strict=True):
                     self._add(given[0], example, file)
                 if time.monotonic() - last > _PROGRESS_SECONDS:
@@ -378,9 +378,3 @@ class _Writer:
             if more := len(self._lengths) - train - evaluated:
                 line += f", and {more:,} with the same prompts left out"
         return [*notes, line]
-
-
-def _batched(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    stream = iter(items)
-    while some := list(itertools.islice(stream, size)):
-        yield some
