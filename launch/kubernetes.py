@@ -62,9 +62,9 @@ def most_in_flight(config: Config) -> int:
 class Cluster:
     """Settings that only Kubernetes needs; see launch_flags.py."""
 
-    namespace: str = "default"
     trainer_image: str = ""
     generator_image: str = ""
+    namespace: str = "default"
     trainer_kind: str = "jobset"
     slices: int = 1
     storage_class: str = ""

@@ -20,6 +20,8 @@ import shutil
 import subprocess
 from typing import Any
 
+from absl import flags
+
 from launch import kubernetes, launch_flags, machines, rendered, slurm
 from launch.settings import Settings, check_name, pairs
 from scalerl_jax.cli import entry
@@ -31,10 +33,26 @@ _APPLY = {
     "kubernetes": ("kubectl", "apply.sh", "kubernetes.io/docs/tasks/tools says how to install it"),
     "slurm": ("sbatch", "submit.sh", "it is on the login nodes of a Slurm cluster"),
 }
+# Target -> its own settings; every field has the name of its flag.
+_SETTINGS: dict[str, type] = {"kubernetes": kubernetes.Cluster, "slurm": slurm.Queue}
+
+
+def _flag(name: str) -> flags.FlagHolder[Any]:
+    holder: flags.FlagHolder[Any] = getattr(launch_flags, name.upper())
+    return holder
 
 
 def _value(name: str) -> Any:
-    return getattr(launch_flags, name.upper()).value
+    return _flag(name).value
+
+
+def _check_target(target: str) -> None:
+    """Raises ValueError where a flag is given that only another target reads."""
+    own = {field.name for field in dataclasses.fields(_SETTINGS[target])}
+    for other, kind in _SETTINGS.items():
+        for field in dataclasses.fields(kind):
+            if field.name not in own and _flag(field.name).present:
+                raise ValueError(f"--{field.name}: requires --target={other}")
 
 
 def _machine(flag: str, *, wanted: bool) -> machines.Machine | None:
@@ -50,10 +68,7 @@ def _machine(flag: str, *, wanted: bool) -> machines.Machine | None:
 
 def _settings(config: Config, target: str, *, name: str, workdir: str) -> Settings:
     """workdir: the run's folder; "" derives it from the run's name. Raises ValueError, one line that names the flag."""
-    for other, holders in launch_flags.ONLY.items():
-        for holder in holders:
-            if other != target and holder.present:
-                raise ValueError(f"--{holder.name}: requires --target={other}")
+    _check_target(target)
     part = launch_flags.PART.value
     check_name(name)
     generator = _machine("generator", wanted=part != "trainer")
@@ -112,7 +127,7 @@ def _files(settings: Settings, target: str, folder: str) -> list[rendered.Render
         return kubernetes.render(settings, _from_flags(kubernetes.Cluster, **_absolute("token_file", "tls_authority")))
     paths = _absolute("token_file", "tls_authority", "tls_certificate", "tls_key")
     options = {flag: tuple(_value(flag)) for flag in ("trainer_sbatch", "generator_sbatch")}
-    return slurm.render(settings, _from_flags(slurm.Queue, folder=os.path.abspath(folder), **paths, **options))
+    return slurm.render(settings, _from_flags(slurm.Queue, **paths, **options), folder=os.path.abspath(folder))
 
 
 def _absolute(*flags: str) -> dict[str, str]:

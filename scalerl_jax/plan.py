@@ -68,7 +68,7 @@ def main(config_given: GivenConfig) -> None:
     best, tried = own, list[LayoutPlan]()
     if own.bytes.over > 0 and given.COMPILES.value:
         found, tried = layout_plan.search(
-            question, own, compiles=given.COMPILES.value, say=lambda line: print(line, file=sys.stderr)
+            question, own, compiles=given.COMPILES.value, report=lambda line: print(line, file=sys.stderr)
         )
         if found is None:
             say(console, _nothing_fits(own, tried))

@@ -19,6 +19,7 @@ Answers are not evaluated here; scalerl-train does that at step 0.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -199,10 +200,6 @@ def outdated(folder: RunFolder) -> bool:
     return changed or os.path.exists(folder.path(_OUTDATED))
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
     signals.be(signals.EXIT)
     signals.expect("interrupted before the first update: the same command begins again")
@@ -231,7 +228,11 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             traces: built_in.BuiltInTraces | trace_files.FileTraces
             if config.sft.traces:
                 traces = trace_files.FileTraces(
-                    config, tokenizer, folder.path("traces"), begun=saved is not None, say=_say
+                    config,
+                    tokenizer,
+                    folder.path("traces"),
+                    begun=saved is not None,
+                    log=functools.partial(print, file=sys.stderr, flush=True),
                 )
             else:
                 traces = built_in.BuiltInTraces(config, tokenizer)

@@ -164,7 +164,7 @@ def plan(question: Question, choice: Choice) -> LayoutPlan:
 
 
 def search(
-    question: Question, first: LayoutPlan, *, compiles: int, say: Callable[[str], None]
+    question: Question, first: LayoutPlan, *, compiles: int, report: Callable[[str], None]
 ) -> tuple[LayoutPlan | None, list[LayoutPlan]]:
     """The nearest layout that fits (or None), and the layouts compiled on the way, at most `compiles`.
 
@@ -183,7 +183,7 @@ def search(
         return (possible[0] if possible else None), possible[:1]
     tried = list[LayoutPlan]()
     for one in possible[:compiles]:
-        say(f"compiling {one.choice}")
+        report(f"compiling {one.choice}")
         tried.append(plan(question, one.choice))
         if tried[-1].bytes.over <= 0:
             return tried[-1], tried

@@ -167,7 +167,7 @@ def test_what_does_not_fit_has_a_nearest_layout_that_does(capsys):
 def test_the_search_passes_over_nothing_nearer():
     asked = question("h100:8", micro_batch_rows=16)
     first = layout_plan.plan(asked, layout_plan.own_choice(asked.config, 8))
-    found, _ = layout_plan.search(asked, first, compiles=0, say=print)
+    found, _ = layout_plan.search(asked, first, compiles=0, report=print)
     assert found is not None and found.bytes.over <= 0
     nearer = [c for c in layout_plan.other_choices(asked.config, asked.decoder, 8) if c.away < found.choice.away]
     assert nearer and all(layout_plan.estimate(asked, choice).bytes.over > 0 for choice in nearer)
