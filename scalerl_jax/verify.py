@@ -81,7 +81,11 @@ def read_rows(paths: Sequence[str], config: Config) -> Iterator[tuple[Mapping[st
                 hint = f"; that looks like {looks}: {looks}:{path}" if looks else ""
                 malformed.skip(name, f"{error}{hint}")
     for line in malformed.notes():
-        Console(stderr=True, emoji=False).print(line, markup=False, highlight=False, soft_wrap=True)
+        _print_to_stderr(line)
+
+
+def _print_to_stderr(line: str) -> None:
+    Console(stderr=True, highlight=False, emoji=False).print(line, markup=False, soft_wrap=True)
 
 
 def _layout(given: str) -> tuple[str, str]:
@@ -169,7 +173,7 @@ def _rendered(config: Config) -> Callable[[Row], str]:
         return _as_it_is  # thinking ends at the marker, whatever opened it
     if not os.path.isfile(file):
         line = f"{file}: no such file, so prompts are not rendered: whether they open thinking is told by their texts"
-        Console(stderr=True, emoji=False).print(line, markup=False, highlight=False, soft_wrap=True)
+        _print_to_stderr(line)
         return _as_it_is
     tokenizer, prompts = Tokenizer(config.model.path), dict[str, tuple[Prompts, bool]]()
     for part, alone in parts.configs(config).items():
@@ -318,9 +322,7 @@ def main(config: Config, arguments: list[str]) -> None:
         files.write_whole(values.out, as_jsonl(found))
     show(found, console, most=values.show)
     if all(each.score.failed for each in found):
-        console = Console(stderr=True, highlight=False, emoji=False)
-        message = f"error: none of {len(found)} rows could be scored: {found[0].score.why}"
-        console.print(message, markup=False, soft_wrap=True)
+        _print_to_stderr(f"error: none of {len(found)} rows could be scored: {found[0].score.why}")
         sys.exit(1)
 
 

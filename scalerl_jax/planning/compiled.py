@@ -112,15 +112,19 @@ GPUS = {  # by the name of the chip in launch/machines.py
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """The compiler's results for one micro-batch and the optimizer's step."""
+    """The compiler's results for one micro-batch and the optimizer's step, or what stands for them by formula."""
 
     temporaries: int  # bytes on a device that `accumulate` needs besides its arguments
     ending: int  # of `apply`, likewise
     live: int | None  # bytes of `accumulate` that are in use at once, arguments included; None: it did not compile
     programs: tuple[Program, Program] | None  # `accumulate` and `apply`; None: they did not compile
     attention: str  # its implementation
-    seconds: float  # compile time
+    seconds: float | None  # compile time; None: by formula
     warnings: dict[str, int]  # costs that the compiler reports, and how often
+
+    @classmethod
+    def by_formula(cls, temporaries: int, *, attention: str) -> "Update":
+        return cls(temporaries, 0, None, None, attention, None, {})
 
 
 def is_there(machine: Machine) -> bool:

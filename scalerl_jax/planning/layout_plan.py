@@ -109,17 +109,14 @@ class LayoutPlan:
     choice: Choice
     bytes: Bytes
     by_formula: int  # temporaries, for comparison
-    attention: str
+    update: compiled.Update  # without its programs
     rows: int  # of a micro-batch on the whole mesh
     micro_batches: int  # of a step
     flops: Flops  # of a micro-batch, on all devices
     traffic: tuple[Traffic, ...] | None  # of a micro-batch; None: it did not compile
     formula_traffic: tuple[Traffic, ...]
     roofline: Roofline
-    compile_seconds: float | None  # None: not compiled
-    live: int | None  # of `accumulate`: bytes in use at once, by the compiler
     program: ProgramRoofline | None  # of a step; None: not compiled
-    warnings: dict[str, int]  # costs that the compiler reports, and how often
 
 
 def own_choice(config: Config, devices: int) -> Choice:
@@ -207,28 +204,23 @@ def estimate(question: Question, choice: Choice, update: compiled.Update | None 
         trained=state["gradients"] / 4,
     )
     rows = choice.rows * mesh["replica"] * mesh["fsdp"] * mesh["expert"]
-    by_formula = analytic.temporaries(shapes)
-    size = Bytes(
-        **state,
-        temporaries=by_formula if update is None else update.temporaries,
-        ending=0 if update is None else update.ending,
-        limit=machine.chip.memory,
-    )
-    backend, block = _attention(question)
+    by_formula, (backend, block) = analytic.temporaries(shapes), _attention(question)
+    update = update or compiled.Update.by_formula(by_formula, attention=f"attention: {backend}, by formula")
+    size = Bytes(**state, temporaries=update.temporaries, ending=update.ending, limit=machine.chip.memory)
     work = of_micro_batch(
         decoder, rows=rows, seq_len=shapes.seq_len, longest=workload.longest, remat=choice.remat, backend=backend,
         block=block, reference=config.objective.reference_kl > 0, adapted=config.lora.rank > 0,
     )  # fmt: skip
     formula = tuple(by_axes(analytic.collectives(shapes), mesh, machine))
     found: tuple[Traffic, ...] | None = formula
-    if update is not None:
+    if update.seconds is not None:
         found = None if update.programs is None else tuple(by_axes(found_in(update.programs[0]), mesh, machine))
         if found is not None and not any(one.over_network for one in found):
             # Between slices the compiler emits host transfers, which are not collectives: use the formula.
             found += tuple(one for one in formula if one.over_network)
     micro_batches = workload.micro_batches(rows=rows, seq_len=shapes.seq_len)
     program = None
-    if update is not None and update.programs is not None:
+    if update.programs is not None:
         of_row = pairs(shapes.seq_len, workload.longest, backend, block) / shapes.seq_len
         attended = _attended(question, update.attention, of_row, parts=mesh["context"])
         chip = dataclasses.replace(machine.chip, flops=question.peak_share * machine.chip.flops)
@@ -256,17 +248,14 @@ def estimate(question: Question, choice: Choice, update: compiled.Update | None 
         choice=choice,
         bytes=size,
         by_formula=by_formula,
-        attention=f"attention: {backend}, by formula" if update is None else update.attention,
+        update=dataclasses.replace(update, programs=None),  # they are large
         rows=rows,
         micro_batches=micro_batches,
         flops=work,
         traffic=found,
         formula_traffic=formula,
         roofline=times,
-        compile_seconds=None if update is None else update.seconds,
-        live=None if update is None else update.live,
         program=program,
-        warnings={} if update is None else update.warnings,
     )
 
 
