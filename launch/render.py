@@ -20,8 +20,6 @@ import shutil
 import subprocess
 from typing import Any
 
-from absl import flags
-
 from launch import kubernetes, launch_flags, machines, rendered, slurm
 from launch.settings import Settings, check_name, pairs
 from scalerl_jax.cli import entry
@@ -37,9 +35,8 @@ _APPLY = {
 _SETTINGS: dict[str, type] = {"kubernetes": kubernetes.Cluster, "slurm": slurm.Queue}
 
 
-def _flag(name: str) -> flags.FlagHolder[Any]:
-    holder: flags.FlagHolder[Any] = getattr(launch_flags, name.upper())
-    return holder
+def _flag(name: str) -> Any:
+    return getattr(launch_flags, name.upper())
 
 
 def _value(name: str) -> Any:

@@ -19,7 +19,6 @@ Answers are not evaluated here; scalerl-train does that at step 0.
 
 import contextlib
 import dataclasses
-import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -200,6 +199,10 @@ def outdated(folder: RunFolder) -> bool:
     return changed or os.path.exists(folder.path(_OUTDATED))
 
 
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
     signals.be(signals.EXIT)
     signals.expect("interrupted before the first update: the same command begins again")
@@ -228,11 +231,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             traces: built_in.BuiltInTraces | trace_files.FileTraces
             if config.sft.traces:
                 traces = trace_files.FileTraces(
-                    config,
-                    tokenizer,
-                    folder.path("traces"),
-                    begun=saved is not None,
-                    log=functools.partial(print, file=sys.stderr, flush=True),
+                    config, tokenizer, folder.path("traces"), begun=saved is not None, log=_log
                 )
             else:
                 traces = built_in.BuiltInTraces(config, tokenizer)

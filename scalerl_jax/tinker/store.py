@@ -135,10 +135,10 @@ class Store:
     def accept(self, owner: str, seq: int, kind: str, body: bytes) -> tuple[Future, bool]:
         """The call, and whether it is a new one. Raises Conflict."""
         digest = hashlib.sha256(kind.encode() + b"\0" + body).digest()
-        for found in self.rows("futures", owner=owner, seq=seq):
-            if found["digest"] != digest:
-                raise Conflict(f"{owner} has another call {seq}, {found['kind']}")
-            return _future(found), False
+        if there := self.rows("futures", owner=owner, seq=seq):
+            if there[0]["digest"] != digest:
+                raise Conflict(f"{owner} has another call {seq}, {there[0]['kind']}")
+            return _future(there[0]), False
         name = f"{owner}:{seq}"
         self.put("futures", id=name, owner=owner, seq=seq, kind=kind, digest=digest, body=body, proto=0, failed=0)
         return Future(name, owner, seq, kind, body), True
