@@ -57,10 +57,7 @@ def _machine(flag: str, *, wanted: bool) -> machines.Machine | None:
     if bool(text) != wanted:
         why = "not given" if wanted else f"does not go with --part={_value('part')}"
         raise ValueError(f"--{flag}{f'={text}' * bool(text)}: {why}")
-    try:
-        return machines.parse(text) if text else None
-    except ValueError as error:
-        raise ValueError(f"--{flag}={text}: {error}") from None
+    return machines.of_flag(flag, text) if text else None
 
 
 def _settings(config: Config, target: str, *, name: str, workdir: str) -> Settings:
