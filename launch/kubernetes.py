@@ -30,13 +30,9 @@ from typing import Any
 
 from launch.rendered import RenderedFile, from_template
 from launch.settings import (
-    COLLAPSED,
-    GENERATOR_METRICS_PORT,
-    GENERATOR_PORT,
-    LEFT_ON_SIGTERM,
+    EXIT_CODES,
     READS_JSON,
     TRAINER_METRICS_PORT,
-    USERS_MISTAKE,
     Settings,
     generator_command,
     train_command,
@@ -47,6 +43,7 @@ from scalerl_jax.contract.limits import STOP_SECONDS
 from scalerl_jax.environments import parts, sandbox_command
 
 TLS, TOKEN, CONFIG, RUNS, MODELS = "/etc/scalerl/tls", "/etc/scalerl/token", "/etc/scalerl/config", "/runs", "/models"
+GENERATOR_PORT, GENERATOR_METRICS_PORT = 8500, 9400
 HEALTH_SERVICE = "scalerl.v1.Rollout"  # the service of rollout.proto, as grpc.health.v1 names it
 BUSY_METRIC = "scalerl_generator_busy_slots"
 TOLERANCE = 0.1  # a HorizontalPodAutoscaler does not act on a relative deviation below this
@@ -65,9 +62,9 @@ def most_in_flight(config: Config) -> int:
 class Cluster:
     """Settings that only Kubernetes needs; see launch_flags.py."""
 
-    namespace: str = "default"
     trainer_image: str = ""
     generator_image: str = ""
+    namespace: str = "default"
     trainer_kind: str = "jobset"
     slices: int = 1
     storage_class: str = ""
@@ -192,8 +189,7 @@ def _values(settings: Settings, cluster: Cluster) -> dict[str, Any]:
         "TLS": TLS, "TOKEN": TOKEN, "CONFIG": CONFIG, "RUNS": RUNS, "MODELS": MODELS,
         "GENERATOR_PORT": GENERATOR_PORT, "GENERATOR_METRICS_PORT": GENERATOR_METRICS_PORT,
         "TRAINER_METRICS_PORT": TRAINER_METRICS_PORT, "HEALTH_SERVICE": HEALTH_SERVICE, "BUSY_METRIC": BUSY_METRIC,
-        "LEFT_ON_SIGTERM": LEFT_ON_SIGTERM, "USERS_MISTAKE": USERS_MISTAKE, "COLLAPSED": COLLAPSED,
-        "START_PROBES": _START_PROBES, "trainer_hosts": 0,
+        **EXIT_CODES, "START_PROBES": _START_PROBES, "trainer_hosts": 0,
     }  # fmt: skip
     return values | _of_trainer(values) | _of_generators(values)
 

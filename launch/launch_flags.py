@@ -50,7 +50,7 @@ TLS_AUTHORITY = flags.DEFINE_string(
     "--part=trainer.",
 )  # fmt: skip
 
-# For kubernetes only.
+# For kubernetes only; fields of kubernetes.Cluster.
 TRAINER_IMAGE = flags.DEFINE_string("trainer_image", "", "Container image of the trainer.")
 GENERATOR_IMAGE = flags.DEFINE_string("generator_image", "", "Container image of the generators.")
 NAMESPACE = flags.DEFINE_string("namespace", "default", "Namespace of everything; made if it is missing.")
@@ -97,7 +97,7 @@ PROMETHEUS = flags.DEFINE_string(
     "prometheus", "http://prometheus-server.monitoring.svc", "With --autoscale=keda: address of the Prometheus server."
 )
 
-# For slurm only.
+# For slurm only; fields of slurm.Queue.
 PARTITION = flags.DEFINE_string("partition", "", "Partition of the trainer. Default: the cluster's.")
 GENERATOR_PARTITION = flags.DEFINE_string(
     "generator_partition", "", "Partition of the generators. Default: --partition."
@@ -130,16 +130,3 @@ GENERATOR_SETUP = flags.DEFINE_string("generator_setup", "", "Shell line that ru
 TLS_CERTIFICATE = flags.DEFINE_string("tls_certificate", "", "PEM file of the generators' certificate.")
 TLS_KEY = flags.DEFINE_string("tls_key", "", "PEM file of its private key.")
 TLS_NAME = flags.DEFINE_string("tls_name", "", "Name in the generators' certificate. Default: each host's own.")
-
-# Target -> the flags that only it reads.
-ONLY = {
-    "kubernetes": (
-        TRAINER_IMAGE, GENERATOR_IMAGE, NAMESPACE, TRAINER_KIND, SLICES, STORAGE_CLASS, STORAGE_SIZE,
-        MODELS_SIZE, RUNS_CLAIM, MODELS_CLAIM, HUB_MODEL, HUB_DATASET, ISSUER, TRAINER_NODES, GENERATOR_NODES,
-        TRAINER_RESOURCES, GENERATOR_RESOURCES, AUTOSCALE, MAXIMUM_GENERATORS, BUSY_TARGET, PROMETHEUS,
-    ),
-    "slurm": (
-        PARTITION, GENERATOR_PARTITION, ACCOUNT, TIME, TRAINER_CPUS, TRAINER_MEMORY, GENERATOR_CPUS, GENERATOR_MEMORY,
-        TRAINER_SBATCH, GENERATOR_SBATCH, SETUP, GENERATOR_SETUP, TLS_CERTIFICATE, TLS_KEY, TLS_NAME,
-    ),
-}  # fmt: skip

@@ -11,7 +11,7 @@ Guarantees:
    model folder), not a fault to survive.
 
 Each server gets `threads` XLA threads, so that the processes of one machine share its cores rather than fight for
-them; accelerators.py decides how they share its GPUs. A server has its own process group: Ctrl-C goes to the trainer
+them; starting.py decides how they share its GPUs. A server has its own process group: Ctrl-C goes to the trainer
 alone, which then stops the servers.
 
 Left out on purpose: this neither speaks gRPC nor knows whether a server is healthy. The trainer's fleet checks that,
@@ -55,16 +55,6 @@ class Times:
     stop: float = STOP_SECONDS  # from asking a server to stop until it is killed, see stop_seconds()
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerState:
-    """One server, for the status line and the tests."""
-
-    address: str  # host:port
-    process_id: int  # of the current or last process
-    alive: bool
-    starts: int  # 1 + number of restarts
-
-
 def server_environment(threads: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a server that computes on `threads` cores (on a CPU; accelerators are not concerned).
 
@@ -91,7 +81,7 @@ def stop_seconds(engine: str) -> float:
     return limits.STOP_SECONDS[engine] + MARGIN_SECONDS
 
 
-class _Server:
+class Server:
     """One supervised process. Its thread waits for its end and restarts it."""
 
     def __init__(
@@ -101,8 +91,8 @@ class _Server:
         self.port_file = os.path.join(workdir, "servers", f"{index}.port")
         self.log_file = os.path.join(workdir, "logs", f"server-{index}.log")
         self.port = 0  # chosen by the system at the first start, kept from then on
-        self.starts = 0
-        self.process: subprocess.Popen[bytes] | None = None
+        self.starts = 0  # 1 + number of restarts
+        self.process: subprocess.Popen[bytes] | None = None  # the current or last one
         self._command = list(command)
         self._environment = dict(environment)
         self._first_pause = first_pause
@@ -161,16 +151,6 @@ class _Server:
         if self._thread.is_alive():
             self._thread.join()
 
-    def state(self) -> ServerState:
-        process = self.process
-        assert process is not None
-        return ServerState(
-            address=f"127.0.0.1:{self.port}",
-            process_id=process.pid,
-            alive=process.poll() is None,
-            starts=self.starts,
-        )
-
     def _spawn(self) -> None:
         with self._lock:
             if self._stopping.is_set():
@@ -203,7 +183,7 @@ class _Server:
         """Runs in a thread. Keeps a fatal error for the trainer, which would otherwise wait forever for this server."""
         try:
             self._keep_alive()
-        except Exception as error:  # noqa: BLE001 (told by LocalServers.check)
+        except Exception as error:  # noqa: BLE001 (raised by LocalServers.check)
             why = " ".join(f"{type(error).__name__}: {error}".split())
             self.failure = error if isinstance(error, StartError) else StartError(
                 f"local server {self.index} is not kept alive any more: {why}"
@@ -287,15 +267,15 @@ class LocalServers:
             raise ValueError(f"threads={threads}: must be 0 or more")
         common = server_environment(threads or max(1, cores() // count))
         own = environments or [{}] * count
-        self._servers = [
-            _Server(i, command, {**common, **extra}, os.path.abspath(workdir), times.first_pause)
+        self.servers = [
+            Server(i, command, {**common, **extra}, os.path.abspath(workdir), times.first_pause)
             for i, extra in zip(range(count), own, strict=True)
         ]
         deadline = time.monotonic() + times.start
         try:
-            for server in self._servers:
+            for server in self.servers:
                 server.start()
-            for server in self._servers:
+            for server in self.servers:
                 server.wait_for_port(deadline, stopping or threading.Event())
         except BaseException:  # Ctrl-C during the start too: no server is left behind
             self.close()
@@ -304,23 +284,20 @@ class LocalServers:
     @property
     def addresses(self) -> tuple[str, ...]:
         """host:port of each server, the same for as long as this object lives."""
-        return tuple(server.state().address for server in self._servers)
+        return tuple(f"127.0.0.1:{server.port}" for server in self.servers)
 
     def check(self) -> None:
         """Raises StartError if a server has ended and will not be restarted."""
-        for server in self._servers:
+        for server in self.servers:
             if server.failure is not None:
                 raise server.failure
-
-    def states(self) -> tuple[ServerState, ...]:
-        return tuple(server.state() for server in self._servers)
 
     def close(self) -> None:
         """Stops every server and waits for it; servers that do not stop in time are killed."""
         deadline = time.monotonic() + self._times.stop
-        for server in self._servers:
+        for server in self.servers:
             server.ask_to_stop()
-        for server in self._servers:
+        for server in self.servers:
             server.stop(deadline, seconds=self._times.stop)
 
     def __enter__(self) -> "LocalServers":

@@ -145,6 +145,14 @@ def parse(text: str, *, slices: int = 1) -> Machine:
     return Machine(chip, sizes, slices, text)
 
 
+def of_flag(flag: str, text: str, *, slices: int = 1) -> Machine:
+    """As parse; the ValueError names the flag."""
+    try:
+        return parse(text, slices=slices)
+    except ValueError as error:
+        raise ValueError(f"--{flag}={text}: {error}") from None
+
+
 def _number(text: str, what: str) -> int:
     if not re.fullmatch(r"[1-9]\d{0,3}", text):
         raise ValueError(f"{text!r} is not a number of {what}")

@@ -31,10 +31,25 @@ _APPLY = {
     "kubernetes": ("kubectl", "apply.sh", "kubernetes.io/docs/tasks/tools says how to install it"),
     "slurm": ("sbatch", "submit.sh", "it is on the login nodes of a Slurm cluster"),
 }
+# Target -> its own settings; every field has the name of its flag.
+_SETTINGS: dict[str, type] = {"kubernetes": kubernetes.Cluster, "slurm": slurm.Queue}
+
+
+def _flag(name: str) -> Any:
+    return getattr(launch_flags, name.upper())
 
 
 def _value(name: str) -> Any:
-    return getattr(launch_flags, name.upper()).value
+    return _flag(name).value
+
+
+def _check_target(target: str) -> None:
+    """Raises ValueError where a flag is given that only another target reads."""
+    own = {field.name for field in dataclasses.fields(_SETTINGS[target])}
+    for other, kind in _SETTINGS.items():
+        for field in dataclasses.fields(kind):
+            if field.name not in own and _flag(field.name).present:
+                raise ValueError(f"--{field.name}: requires --target={other}")
 
 
 def _machine(flag: str, *, wanted: bool) -> machines.Machine | None:
@@ -42,18 +57,12 @@ def _machine(flag: str, *, wanted: bool) -> machines.Machine | None:
     if bool(text) != wanted:
         why = "not given" if wanted else f"does not go with --part={_value('part')}"
         raise ValueError(f"--{flag}{f'={text}' * bool(text)}: {why}")
-    try:
-        return machines.parse(text) if text else None
-    except ValueError as error:
-        raise ValueError(f"--{flag}={text}: {error}") from None
+    return machines.of_flag(flag, text) if text else None
 
 
 def _settings(config: Config, target: str, *, name: str, workdir: str) -> Settings:
     """workdir: the run's folder; "" derives it from the run's name. Raises ValueError, one line that names the flag."""
-    for other, holders in launch_flags.ONLY.items():
-        for holder in holders:
-            if other != target and holder.present:
-                raise ValueError(f"--{holder.name}: requires --target={other}")
+    _check_target(target)
     part = launch_flags.PART.value
     check_name(name)
     generator = _machine("generator", wanted=part != "trainer")
@@ -112,7 +121,7 @@ def _files(settings: Settings, target: str, folder: str) -> list[rendered.Render
         return kubernetes.render(settings, _from_flags(kubernetes.Cluster, **_absolute("token_file", "tls_authority")))
     paths = _absolute("token_file", "tls_authority", "tls_certificate", "tls_key")
     options = {flag: tuple(_value(flag)) for flag in ("trainer_sbatch", "generator_sbatch")}
-    return slurm.render(settings, _from_flags(slurm.Queue, folder=os.path.abspath(folder), **paths, **options))
+    return slurm.render(settings, _from_flags(slurm.Queue, **paths, **options), folder=os.path.abspath(folder))
 
 
 def _absolute(*flags: str) -> dict[str, str]:
@@ -138,7 +147,7 @@ def main(given: GivenConfig) -> None:
     rendered.write_folder(folder, files)
     width = max(len(file.name) for file in files)
     for file in files:
-        print(f"{os.path.join(folder, file.name):<{len(folder) + 1 + width}}  {file.says}")
+        print(f"{os.path.join(folder, file.name):<{len(folder) + 1 + width}}  {file.summary}")
     command = ["bash", os.path.join(folder, script)]
     if dry:
         print(f"to apply them: {shlex.join(command)}", flush=True)

@@ -19,7 +19,7 @@ MARK = "rendered-by-scalerl-launch"  # a folder with this file may be replaced
 @dataclasses.dataclass(frozen=True)
 class RenderedFile:
     name: str
-    says: str  # one line that describes it
+    summary: str  # one line
     text: str
     executable: bool = False
 
@@ -59,8 +59,8 @@ def from_template(template: str, **values: Any) -> RenderedFile:
     name = template.rpartition("/")[2]
     if name.endswith(".yaml"):
         text = re.sub(r"^[ \t]+\n", "", text, flags=re.MULTILINE)  # left behind by an omitted part
-    says = next(line for line in text.splitlines() if line.startswith("# ")).removeprefix("# ")
-    return RenderedFile(name, says, text, executable=not name.endswith(".yaml"))
+    summary = next(line for line in text.splitlines() if line.startswith("# ")).removeprefix("# ")
+    return RenderedFile(name, summary, text, executable=not name.endswith(".yaml"))
 
 
 def check_folder(path: str) -> None:

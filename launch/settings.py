@@ -12,13 +12,12 @@ from launch.machines import Machine
 from launch.starting import serve_flags
 from scalerl_jax.config import Config
 
-GENERATOR_PORT = 8500
-GENERATOR_METRICS_PORT = 9400
 TRAINER_METRICS_PORT = 9401
-# Exit codes of scalerl-train, and of scalerl-serve.
-LEFT_ON_SIGTERM = 143  # 128 + SIGTERM, as scalerl_jax/system/signals.py ends a command
-USERS_MISTAKE = 2  # a wrong flag or file: a restart would fail in the same way
-COLLAPSED = 3  # as scalerl_jax/run/collapse_guard.py ends a run, which a person must then check
+EXIT_CODES = {  # of scalerl-train, and of scalerl-serve; names in the templates
+    "LEFT_ON_SIGTERM": 143,  # 128 + SIGTERM, as scalerl_jax/system/signals.py ends a command
+    "USERS_MISTAKE": 2,  # a wrong flag or file: a restart would fail in the same way
+    "COLLAPSED": 3,  # as scalerl_jax/run/collapse_guard.py ends a run, which a person must then check
+}
 LONGEST_NAME = 40  # characters: with the suffixes added to it, it is still a valid Kubernetes label
 
 # A self-contained config file: the modules that the given one imports are not on the run's machines.

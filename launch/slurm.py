@@ -20,15 +20,7 @@ import re
 from typing import Any
 
 from launch.rendered import RenderedFile, from_template
-from launch.settings import (
-    COLLAPSED,
-    LEFT_ON_SIGTERM,
-    READS_JSON,
-    USERS_MISTAKE,
-    Settings,
-    generator_command,
-    train_command,
-)
+from launch.settings import EXIT_CODES, READS_JSON, Settings, generator_command, train_command
 from scalerl_jax import config_io
 
 _OPTION = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(=[^\n]+)?")
@@ -44,7 +36,6 @@ _OURS = {
 class Queue:
     """Settings that only Slurm needs; see launch_flags.py."""
 
-    folder: str  # absolute: where the files will be
     partition: str = ""
     generator_partition: str = ""
     account: str = ""
@@ -98,19 +89,15 @@ def _check_option(flag: str, option: str) -> None:
         raise ValueError(f"--{flag}={option}: --{name} {why}")
 
 
-def render(settings: Settings, queue: Queue) -> list[RenderedFile]:
-    """The files of a launch. Raises ValueError that names the flag where a setting is wrong."""
+def render(settings: Settings, queue: Queue, *, folder: str) -> list[RenderedFile]:
+    """The files of a launch. folder: absolute, where they will be.
+
+    Raises ValueError that names the flag where a setting is wrong.
+    """
     queue.check(settings)
     # Folder of the jobs' addresses and logs; it outlives the files here.
     state = f"{settings.workdir}-launch"
-    values: dict[str, Any] = {
-        "settings": settings,
-        "queue": queue,
-        "state": state,
-        "LEFT_ON_SIGTERM": LEFT_ON_SIGTERM,
-        "USERS_MISTAKE": USERS_MISTAKE,
-        "COLLAPSED": COLLAPSED,
-    }
+    values: dict[str, Any] = {"settings": settings, "queue": queue, "folder": folder, "state": state, **EXIT_CODES}
     model = os.path.abspath(settings.config.model.path)
     made = []
     if settings.generator is not None:
@@ -130,7 +117,7 @@ def render(settings: Settings, queue: Queue) -> list[RenderedFile]:
             fleet |= {"tls_name": queue.tls_name} if queue.tls_name else {}
         command = train_command(
             settings,
-            config=f"{queue.folder}/config.py",
+            config=f"{folder}/config.py",
             model=model,
             servers=settings.servers or f"file:{state}/servers",
             hosts="slurm" if settings.trainer.hosts > 1 else "",

@@ -23,9 +23,8 @@ import numpy as np
 from absl import flags
 from rich.console import Console
 
-from launch import accelerators
 from launch.local import StartError
-from launch.starting import StartingServers
+from launch.starting import SPARE, StartingServers
 from scalerl_jax import config_check
 from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.config import Config
@@ -238,7 +237,7 @@ def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer)
         addresses, local = given.addresses, None
         if not addresses:
             # This process computes nothing, so the servers may have all of the machine's GPUs.
-            share = 1 - 2 * accelerators.SPARE
+            share = 1 - 2 * SPARE
             local = StartingServers(config, out, maximum_tokens=maximum_tokens, share=share)
             addresses = stack.enter_context(local).servers().addresses
         servers = Servers(addresses, probe_prompts=rows, resolve=given.resolve, credentials=given.credentials)

@@ -20,7 +20,7 @@ from scalerl_jax import early_checks
 from scalerl_jax.cli import entry
 from scalerl_jax.cli import plan_flags as given
 from scalerl_jax.config_io import GivenConfig
-from scalerl_jax.planning import compiled, generators, layout_plan, layouts, page, target, workload
+from scalerl_jax.planning import compiled, cost, layout_plan, page, workload
 from scalerl_jax.planning.layout_plan import LayoutPlan, Question
 from scalerl_jax.scaling.commands.results import make_console, say
 from scalerl_jax.system import platforms
@@ -46,7 +46,7 @@ def main(config_given: GivenConfig) -> None:
         decoder, source = workload.find_decoder(
             config, config_file=config_given.path, model_config=given.MODEL_CONFIG.value
         )
-        choice = layouts.own(config, machine.devices)
+        choice = layout_plan.own_choice(config, machine.devices)
         work = workload.of(
             config,
             prompt_tokens=given.PROMPT_TOKENS.value,
@@ -54,9 +54,9 @@ def main(config_given: GivenConfig) -> None:
             row_use=given.ROW_USE.value,
         )
         pass_rate = given.TARGET.value
-        aim = target.read(given.FIT.value, pass_rate) if pass_rate is not None else None
+        aim = cost.read_target(given.FIT.value, pass_rate) if pass_rate is not None else None
         compiled.check_compiler(machine)
-        server = generators.find_server(given.GENERATOR.value) if given.GENERATOR.value else None
+        server = cost.find_server(given.GENERATOR.value) if given.GENERATOR.value else None
     question = Question(config, decoder, machine, work, given.PEAK_SHARE.value)
 
     # ---- 2. The config's own layout, and if it does not fit the nearest that does ------------------------------------
@@ -68,7 +68,7 @@ def main(config_given: GivenConfig) -> None:
     best, tried = own, list[LayoutPlan]()
     if own.bytes.over > 0 and given.COMPILES.value:
         found, tried = layout_plan.search(
-            question, own, compiles=given.COMPILES.value, say=lambda line: print(line, file=sys.stderr)
+            question, own, compiles=given.COMPILES.value, report=lambda line: print(line, file=sys.stderr)
         )
         if found is None:
             say(console, _nothing_fits(own, tried))
@@ -85,28 +85,28 @@ def main(config_given: GivenConfig) -> None:
     written: dict[str, Any] = {}
     if server is not None:
         with entry.user_mistakes():
-            found_there = generators.memory_on(server, config, decoder)
+            found_there = cost.memory_on(server, config, decoder)
         fits = "" if found_there["fits"] else "does not fit: "
         where = f"{'each device of ' * (server.devices > 1)}{server.text}"
         say(console, f"a generator on {where}: {fits}{found_there['line']}")
         written["generator"] = {"topology": server.text, "fits": found_there["fits"], **found_there["memory"]}
     if speed := given.TOKENS_PER_SECOND.value:
         numbers = {"sampled": work.sampled, "trainer_seconds": seconds, "tokens_per_second": speed}
-        fed = generators.needed(**numbers)
-        fleet = generators.beside(given.GENERATORS.value or fed, **numbers)
+        fed = cost.needed(**numbers)
+        fleet = cost.beside(given.GENERATORS.value or fed, **numbers)
         page.show_fleet(console, fed, fleet)
         seconds, count = fleet.step_seconds, fleet.generators
         written["fleet"] = {"keep_the_trainer_fed": fed, **dataclasses.asdict(fleet)}
     steps = float(given.STEPS.value or config.max_steps)
     devices = machine.devices + count * given.GENERATOR_DEVICES.value
     if aim is not None:
-        steps = target.steps(
+        steps = cost.steps_to(
             aim,
             device_hours_a_step=devices * seconds / 3600,
             flops_a_step=work.model_flops(decoder) + work.sampling_flops(decoder),
         )
         say(console, f"to a pass rate of {aim.pass_rate:g} {aim.run} needs {aim.compute:.4g} {aim.kind}")
-    cost = generators.cost(
+    whole = cost.of_run(
         steps,
         step_seconds=seconds,
         chips=machine.devices,
@@ -115,7 +115,7 @@ def main(config_given: GivenConfig) -> None:
         chip_price=given.CHIP_PRICE.value,
         generator_price=given.GENERATOR_PRICE.value,
     )
-    page.show_cost(console, cost)
+    page.show_cost(console, whole)
 
     # ---- 4. The file -------------------------------------------------------------------------------------------------
     if given.OUT.value:
@@ -126,7 +126,7 @@ def main(config_given: GivenConfig) -> None:
             "plan": page.document(question, own),
             "tried": [page.document(question, one) for one in tried],
             "chosen": page.document(question, best),
-            "cost": dataclasses.asdict(cost),
+            "cost": dataclasses.asdict(whole),
         }
         write_whole(given.OUT.value, json.dumps(plain(written), indent=2, allow_nan=False) + "\n")
 

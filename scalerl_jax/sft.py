@@ -199,7 +199,7 @@ def outdated(folder: RunFolder) -> bool:
     return changed or os.path.exists(folder.path(_OUTDATED))
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -231,7 +231,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             traces: built_in.BuiltInTraces | trace_files.FileTraces
             if config.sft.traces:
                 traces = trace_files.FileTraces(
-                    config, tokenizer, folder.path("traces"), begun=saved is not None, say=_say
+                    config, tokenizer, folder.path("traces"), begun=saved is not None, log=_log
                 )
             else:
                 traces = built_in.BuiltInTraces(config, tokenizer)

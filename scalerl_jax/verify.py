@@ -80,7 +80,13 @@ def read_rows(paths: Sequence[str], config: Config) -> Iterator[tuple[Mapping[st
                 hint = f"; that looks like {looks}: {looks}:{path}" if looks else ""
                 malformed.skip(name, f"{error}{hint}")
     for line in malformed.notes():
-        Console(stderr=True, emoji=False).print(line, markup=False, highlight=False, soft_wrap=True)
+        _print(line)
+
+
+def _print(line: str, console: Console | None = None) -> None:
+    """Prints a line as it is, without wrapping. console: by default stderr."""
+    console = console or Console(stderr=True, highlight=False, emoji=False)
+    console.print(line, markup=False, soft_wrap=True)
 
 
 def _layout(given: str) -> tuple[str, str]:
@@ -168,7 +174,7 @@ def _rendered(config: Config) -> Callable[[Row], str]:
         return _as_it_is  # thinking ends at the marker, whatever opened it
     if not os.path.isfile(file):
         line = f"{file}: no such file, so prompts are not rendered: whether they open thinking is told by their texts"
-        Console(stderr=True, emoji=False).print(line, markup=False, highlight=False, soft_wrap=True)
+        _print(line)
         return _as_it_is
     tokenizer, prompts = Tokenizer(config.model.path), dict[str, tuple[Prompts, bool]]()
     for part, alone in parts.configs(config).items():
@@ -211,7 +217,7 @@ def show(found: Sequence[Judged], console: Console, *, most: int) -> None:
         console.print(f"... and {len(found) - len(shown)} more rows: --show=0 shows all", markup=False)
     console.print()
     for line in totals(found):
-        console.print(line, markup=False, soft_wrap=True)
+        _print(line, console)
 
 
 def totals(found: Sequence[Judged]) -> Iterator[str]:
@@ -256,18 +262,17 @@ def show_prompts(config: Config, console: Console, *, most: int) -> None:
         tokenizer = Tokenizer(config.model.path)
         rows = load_rows(config, tokenizer)
     for line in rows.notes:
-        console.print(line, markup=False, soft_wrap=True)
+        _print(line, console)
     stops = ", ".join(f"{token} {tokenizer.decode([token])!r}" for token in tokenizer.stop_ids)
-    console.print(f"tokens that end a completion: {stops}", markup=False, soft_wrap=True)
+    _print(f"tokens that end a completion: {stops}", console)
     for kind, each in (("training", rows.train), ("held-out", rows.held_out)):
         if not each:
             continue
         lengths = sorted(len(row.token_ids) for row in each)
-        console.print(
+        _print(
             f"{kind} prompts have {lengths[0]} to {lengths[-1]} tokens, {lengths[len(lengths) // 2]} in the median; "
             f"config.rollout.max_prompt_tokens is {config.rollout.max_prompt_tokens}",
-            markup=False,
-            soft_wrap=True,
+            console,
         )
     for kind, each in (("training", rows.train), ("held-out", rows.held_out)):
         for row in each[:most]:
@@ -317,9 +322,7 @@ def main(config: Config, arguments: list[str]) -> None:
         files.write_whole(values.out, as_jsonl(found))
     show(found, console, most=values.show)
     if all(each.score.failed for each in found):
-        console = Console(stderr=True, highlight=False, emoji=False)
-        message = f"error: none of {len(found)} rows could be scored: {found[0].score.why}"
-        console.print(message, markup=False, soft_wrap=True)
+        _print(f"error: none of {len(found)} rows could be scored: {found[0].score.why}")
         sys.exit(1)
 
 

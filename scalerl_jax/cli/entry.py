@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from absl import app, flags, logging
 
@@ -14,6 +14,8 @@ from scalerl_jax.config import Config
 from scalerl_jax.config_check import ConfigError
 from scalerl_jax.config_io import GivenConfig, parse_argv, read_argv
 from scalerl_jax.system import ending, files, signals
+
+Given = TypeVar("Given")  # the config, or its flags
 
 
 class UserError(ValueError):
@@ -26,37 +28,25 @@ def run_command(main: Callable[[list[str]], None]) -> NoReturn:
     A UserError or ConfigError is printed as one line; exit code 2.
     """
     command_help.print_if_asked(_module_of(main), config=False)
-    _run(lambda argv: main(argv[1:]), sys.argv)
+    _run(main, sys.argv[1:])
 
 
 def run_with_config(main: Callable[[Config], None]) -> NoReturn:
     """Reads --config=FILE and its overrides, then the absl flags, then runs `main(config)`."""
-    command_help.print_if_asked(_module_of(main), config=True)
-    try:
-        config, rest = parse_argv(sys.argv[1:])
-    except ConfigError as error:
-        fail(str(error))
-    _run(lambda _: main(config), [sys.argv[0], *rest])
+    config, rest = _read(main, parse_argv, required=True)
+    _run(lambda _: main(config), rest)
 
 
 def run_with_arguments(main: Callable[[Config, list[str]], None], *, default: Config) -> NoReturn:
     """The same for a command with arguments that are not flags; without --config its config is `default`."""
-    command_help.print_if_asked(_module_of(main), config=True, required=False)
-    try:
-        config, rest = parse_argv(sys.argv[1:], default=default)
-    except ConfigError as error:
-        fail(str(error))
-    _run(lambda argv: main(config, argv[1:]), [sys.argv[0], *rest])
+    config, rest = _read(main, lambda argv: parse_argv(argv, default=default), required=False)
+    _run(lambda arguments: main(config, arguments), rest)
 
 
 def run_with_config_later(main: Callable[[GivenConfig], None]) -> NoReturn:
     """The same for a command that finds its config itself without --config: main gets the config's flags as given."""
-    command_help.print_if_asked(_module_of(main), config=True, required=False)
-    try:
-        given, rest = read_argv(sys.argv[1:])
-    except ConfigError as error:
-        fail(str(error))
-    _run(lambda _: main(given), [sys.argv[0], *rest])
+    given, rest = _read(main, read_argv, required=False)
+    _run(lambda _: main(given), rest)
 
 
 def answer_at_once(
@@ -128,9 +118,21 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def _run(main: Callable[[list[str]], None], argv: list[str]) -> NoReturn:
+def _read(
+    main: Callable[..., None], read: Callable[[list[str]], tuple[Given, list[str]]], *, required: bool
+) -> tuple[Given, list[str]]:
+    """The config, by `read`, and the other arguments. Prints the help if it is asked for. required: --config is."""
+    command_help.print_if_asked(_module_of(main), config=True, required=required)
+    try:
+        return read(sys.argv[1:])
+    except ConfigError as error:
+        fail(str(error))
+
+
+def _run(main: Callable[[list[str]], None], arguments: list[str]) -> NoReturn:
     """Runs main with the arguments left after the flags were read, and ends the process."""
-    ending.run(lambda: app.run(lambda rest: _guarded(lambda: main(rest)), argv=argv, flags_parser=_parse))
+    argv = [sys.argv[0], *arguments]
+    ending.run(lambda: app.run(lambda rest: _guarded(lambda: main(rest[1:])), argv=argv, flags_parser=_parse))
 
 
 def _parse(argv: list[str]) -> list[str]:

@@ -27,9 +27,8 @@ from typing import Any
 
 from absl import flags
 
-from launch import accelerators
 from launch.local import StartError
-from launch.starting import StartingServers
+from launch.starting import SPARE, StartingServers
 from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.config import Config
 from scalerl_jax.contract import security
@@ -82,7 +81,7 @@ def main(config: Config, arguments: list[str]) -> None:
         stack.enter_context(entry.user_mistakes(NoServer, StartError, ValueError))
         listening = stack.enter_context(contextlib.closing(listening_socket(FLAGS.host, FLAGS.port)))
         # This process computes nothing, so the servers may have all of the machine's GPUs.
-        share = 1 - 2 * accelerators.SPARE
+        share = 1 - 2 * SPARE
         longest = FLAGS.maximum_tokens
         addresses = stack.enter_context(
             servers(config, listed, folder=FLAGS.journal, maximum_tokens=longest, share=share)

@@ -75,11 +75,11 @@ class MemoryEstimate:
 def needs_of(trainer: Trainer) -> Needs:
     """The needs of the compiled programs."""
     state, policy = trainer.abstract_state, trainer.abstract_policy
-    sent, frozen = _on_one_device(policy), _on_one_device(trainer.abstract_frozen)
+    sent, frozen = bytes_on_one_device(policy), bytes_on_one_device(trainer.abstract_frozen)
     batch, end = trainer.compile_update()
     return Needs(
-        state=_on_one_device(state) + frozen,
-        gradient=_on_one_device(state["params"]),
+        state=bytes_on_one_device(state) + frozen,
+        gradient=bytes_on_one_device(state["params"]),
         sent=sent,
         temporaries=memory.working_bytes(batch),
         ending=memory.working_bytes(end),
@@ -88,7 +88,8 @@ def needs_of(trainer: Trainer) -> Needs:
     )
 
 
-def _on_one_device(tree: Any) -> int:
+def bytes_on_one_device(tree: Any) -> int:
+    """Bytes of one device's part of all arrays."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

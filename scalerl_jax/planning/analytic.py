@@ -1,5 +1,6 @@
-"""An update's temporaries, collectives and memory traffic by formula: for chips without a compiler here, and to choose
-layouts worth compiling. Its error against the TPU compiler's own count is in docs/how_to/plan.md.
+"""An update's FLOPs, temporaries, collectives and memory traffic by formula: FLOPs for every plan, since a compiler
+counts a loop's body only once; the rest for chips without a compiler here, and to choose layouts worth compiling. Its
+error against the TPU compiler's own count is in docs/how_to/plan.md.
 
 T tokens a device, D width, c bytes of the compute dtype; a layer's weights are sharded along fsdp, context and expert,
 and are gathered (in the compute dtype) whenever the layer is computed:
@@ -8,6 +9,22 @@ and are gathered (in the compute dtype) whenever the layer is computed:
     of a block    arrays of its backward pass, and its gathered weights with their float32 cotangents
     of the head   gathered weight; its float32 cotangent; the cotangent of the hidden states
     gradients     of this micro-batch, before they are added up           4 P
+
+FLOPs that the hardware spends on one micro-batch, with T its tokens, N the weights of the layers' matrix products (of
+the experts a token's own), V the vocabulary, D the width, and A = 4 L H h (pairs of query and key) the two products of
+attention's forward pass:
+
+    layers      2 N T forward, 4 N T backward, and what remat.py recomputes, less each block's last product
+    attention   A forward, 2.5 A backward (splash: 3.5, its two kernels compute the scores twice), A recomputed
+    head        2 V D T forward, 4 backward, 2 recomputed
+    reference   one more forward pass of all these, if the loss has a KL to a reference policy
+    adapter     2 N T and 2 V D T less: no weight has a gradient. Its own products are left out
+
+Splash and blocks skip later keys, a block at a time, and keys further back than the longest segment; shorter segments
+are masked, not skipped, so the number of pairs depends on the row and not on its segments. Unlike cuDNN, they do not
+skip keys outside of the chunks of Llama 4's local layers.
+
+Left out of the FLOPs: norms, softmax, rotations, the loss and the optimizer.
 """
 
 import dataclasses
@@ -30,10 +47,11 @@ from scalerl_jax.model.remat import (
     group_size,
 )
 from scalerl_jax.model.sharding import MESH_AXES
-from scalerl_jax.model.tensor_layout import rows
+from scalerl_jax.model.tensor_layout import layout, rows
 from scalerl_jax.planning.collectives import Collective
 
 _FLOAT32 = 4
+_LAST = ("down", "shared_down", "expert_down")  # weights of products whose results no other product reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +65,16 @@ class Shapes:
     remat: str
     logprob_chunk: int
     width: int  # bytes of the compute dtype
-    trained: float | None = None  # float32 parameters with a gradient, on this device; None: all
+    trained: float  # float32 parameters with a gradient, on this device
 
     @property
     def tokens(self) -> int:
         return self.rows_per_shard * self.seq_len // self.mesh["context"]
+
+
+def abstract_mesh(sizes: dict[str, int]) -> Any:
+    """A mesh of these axes without devices."""
+    return AbstractMesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +87,8 @@ class _Leaf:
 
 
 def _leaves(shapes: Shapes) -> dict[str, _Leaf]:
-    mesh: Any = AbstractMesh(tuple(shapes.mesh.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
     own_rows, out = rows(shapes.decoder), {}
-    for name, struct in flat(abstract_params(shapes.decoder, mesh)).items():
+    for name, struct in flat(abstract_params(shapes.decoder, abstract_mesh(shapes.mesh))).items():
         layered, cut = own_rows[name].layered, list[str]()
         for dimension, part in zip(own_rows[name].tree_dimensions, struct.sharding.spec):
             kept = ("tensor",) + (("expert",) if dimension == "experts" else ())
@@ -83,8 +105,6 @@ def temporaries(shapes: Shapes) -> int:
     leaves, tensor = _leaves(shapes), shapes.mesh["tensor"]
     layers, width = decoder.layers, decoder.hidden_size
     in_layers = {name: leaf for name, leaf in leaves.items() if rows(decoder)[name].layered}
-    trained = sum(leaf.own * (layers if name in in_layers else 1) for name, leaf in leaves.items())
-    trained = trained if shapes.trained is None else shapes.trained
     queries = decoder.heads * decoder.head_dim / tensor
     keys = decoder.kv_heads * decoder.head_dim / min(tensor, decoder.kv_heads)
     inner = _inner(decoder) / tensor
@@ -103,7 +123,7 @@ def temporaries(shapes: Shapes) -> int:
     # And their cotangent, in the compute dtype.
     logits = shapes.rows_per_shard * shapes.logprob_chunk * decoder.vocab_size / tensor * (_FLOAT32 + c)
     head = head_leaf.gathered * (c + _FLOAT32) + logits + tokens * width * (_FLOAT32 + c)
-    return int(trained * _FLOAT32 + kept + max(block, head))
+    return int(shapes.trained * _FLOAT32 + kept + max(block, head))
 
 
 def _inner(decoder: DecoderConfig) -> float:
@@ -123,7 +143,7 @@ def collectives(shapes: Shapes) -> list[Collective]:
         """size: bytes that a device receives."""
         axes = tuple(axis for axis in axes if mesh[axis] > 1)
         if axes and size:
-            out.append(Collective(kind, int(size), _group(axes, mesh), False))
+            out.append(Collective(kind, int(size), _group(axes, mesh)))
 
     passes = 2 + (shapes.remat == FULL)  # over the layers, each of which gathers the weights
     for name, leaf in _leaves(shapes).items():
@@ -182,3 +202,73 @@ def memory_traffic(shapes: Shapes) -> tuple[float, float]:
         decoder.layers * (forward * (computed + 2) + weights),
         logits + chunks * head.gathered * (3 * c + 2 * _FLOAT32),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """FLOPs of one micro-batch, on all devices together."""
+
+    layers: float
+    attention: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.attention + self.head
+
+
+def of_micro_batch(
+    decoder: DecoderConfig,
+    *,
+    rows: int,
+    seq_len: int,
+    longest: int,
+    remat: str,
+    backend: str,
+    block: int,
+    reference: bool = False,
+    adapted: bool = False,
+) -> Flops:
+    """rows: on the whole mesh. longest: tokens of the longest segment. backend, block: attention's, see `pairs`."""
+    tokens = rows * seq_len
+    weights = dict.fromkeys(("all", "last"), 0.0)
+    for tensor in layout(decoder).values():
+        if tensor.row.layered and len(tensor.shape) > 1:
+            named = zip(tensor.row.dimensions, tensor.shape)
+            size = math.prod(decoder.experts_per_token if name == "experts" else n for name, n in named)
+            weights["all"] += size
+            weights["last"] += size * (tensor.row.leaf in _LAST)
+    again, attention_again = 1.0 * (remat in PRODUCTS_AGAIN), 1.0 * (remat in ATTENTION_AGAIN)
+    twice = 0.0
+    if remat == FULL:
+        twice = 1.0 * (group_size(decoder.layers) > 1)  # recomputing a group includes its last block
+    forward = 2 * weights["all"] * tokens
+    not_again = 2 * weights["last"] * tokens * again
+    every = pairs(seq_len, longest, backend, block)
+    local = sum(decoder.local_layers())
+    inside = pairs(seq_len, longest, backend, block, chunk=decoder.attention_chunk) if local else 0.0
+    attended = (decoder.layers - local) * every + local * inside
+    scores = 4.0 * decoder.heads * decoder.head_dim * rows * attended
+    backward = 3.5 if backend == "splash" else 2.5
+    return Flops(
+        layers=forward * (3 - adapted + again + twice + reference) - not_again,
+        attention=scores * (1 + backward + attention_again + twice + reference),
+        head=(8.0 - 2.0 * adapted + 2.0 * reference) * decoder.vocab_size * decoder.hidden_size * tokens,
+    )
+
+
+def pairs(seq_len: int, longest: int, backend: str, block: int, chunk: int = 0) -> float:
+    """Pairs of query and key computed in one row: all blocks of `block` x `block` that the mask does not fully exclude.
+
+    cudnn skips by segments; their number is not known here, so a row counts as one. chunk: the attention chunk of a
+    local layer, in positions; 0 for other layers.
+    """
+    longest = min(seq_len, longest)
+    if backend == "cudnn" and 0 < chunk < longest:
+        chunks, rest = divmod(seq_len, chunk)
+        return chunks * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2
+    if backend == "cudnn":
+        return longest * (longest + 1) / 2 + (seq_len - longest) * longest
+    blocks = math.ceil(seq_len / block)
+    back = math.ceil((longest - 1) / block)  # earlier blocks of keys that a block of queries attends to
+    return float(block * block * sum(min(i, back) + 1 for i in range(blocks)))

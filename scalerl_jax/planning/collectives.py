@@ -17,37 +17,12 @@ from scalerl_jax.planning.hlo import Instruction, Program
 
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
-IN_FLOAT32 = "all-gather in float32"  # all-gathers with float32 results
-
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
     kind: str  # of _KINDS
     received: int  # bytes that a device receives in one call of the program
     pairs: tuple[tuple[int, int], ...]  # devices that exchange, by position in the mesh: of the first group, or all
-    float32: bool
-
-
-def collectives(text: str) -> dict[str, int]:
-    """Bytes by kind that a device receives in one call of a compiled program, given its HLO."""
-    total = dict.fromkeys((*_KINDS, IN_FLOAT32), 0)
-    for one in found_in(Program(text)):
-        total[one.kind] += one.received
-        if one.kind == "all-gather" and one.float32:
-            total[IN_FLOAT32] += one.received
-    return {kind: value for kind, value in total.items() if value}
-
-
-def by_axes(text: str, mesh: Mapping[str, int]) -> dict[tuple[str, ...], int]:
-    """Bytes that a device receives in one call, by the axes of the mesh along which they travel.
-
-    mesh: axis -> devices, in the order in which devices are numbered (the last axis varies fastest).
-    """
-    total: dict[tuple[str, ...], int] = {}
-    for one in found_in(Program(text)):
-        axes = axes_of(one.pairs, mesh)
-        total[axes] = total.get(axes, 0) + one.received
-    return {axes: value for axes, value in sorted(total.items()) if value}
 
 
 def axes_of(pairs: tuple[tuple[int, int], ...], mesh: Mapping[str, int]) -> tuple[str, ...]:
@@ -90,8 +65,7 @@ def of_instruction(computation: str, one: Instruction, times: float) -> list[Col
     count = len(one.operands)
     results = one.arrays[count : 2 * count] if len(one.arrays) >= 2 * count else one.arrays
     size = sum(array.size for array in results)
-    float32 = any(array.dtype == "f32" for array in results)
-    return [Collective(kind, int(times * received(kind, scattered, size, one.line)), pairs_of(one.line), float32)]
+    return [Collective(kind, int(times * received(kind, scattered, size, one.line)), pairs_of(one.line))]
 
 
 def received(kind: str, scattered: bool, size: int, line: str) -> int:

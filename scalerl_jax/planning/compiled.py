@@ -20,13 +20,9 @@ import jax
 from jax.experimental import topologies
 
 from launch.machines import Machine
-from scalerl_jax.config import Config
 from scalerl_jax.learner import memory_estimate
-from scalerl_jax.learner.make_trainer import make_trainer
 from scalerl_jax.learner.trainer import Trainer
 from scalerl_jax.model.attention import cudnn
-from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.planning import gpu_targets
 from scalerl_jax.planning.hlo import Program
 
 INSTALL = "pip install 'scalerl-jax[plan]'"
@@ -49,16 +45,86 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclasses.dataclass(frozen=True)
+class Gpu:
+    """The properties of a GPU that the compiler's decisions depend on, with which it compiles without such a GPU.
+
+    The figures are those that a driver reports, from XLA's files (openxla/xla,
+    xla/backends/gpu/target_config/specs); those of L4 and L40S are the maker's.
+    """
+
+    name: str  # the driver's name of it
+    capability: tuple[int, int]
+    cores: int  # streaming multiprocessors
+    lanes: int  # float32 units of a core
+    shared_memory: int  # bytes of a core
+    memory: int  # bytes
+    memory_rate: int  # bytes a second
+    cache: int  # bytes, second level
+    clock: float  # GHz
+    extended: bool  # has the instructions of its generation alone (sm_90a, sm_100a)
+
+    @property
+    def text(self) -> str:
+        """As XLA's GpuTargetConfigProto."""
+        major, minor = self.capability
+        extension = "ACCELERATED_FEATURES" if self.extended else "NONE"
+        return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {self.shared_memory}
+  shared_memory_per_block_optin: {self.shared_memory - 1024}
+  threads_per_core_limit: 2048
+  core_count: {self.cores}
+  fpus_per_core: {self.lanes}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  memory_bandwidth: {self.memory_rate}
+  l2_cache_size: {self.cache}
+  clock_rate_ghz: {self.clock}
+  device_memory_size: {self.memory}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 9 }}
+device_description_str: "{self.name}"
+"""
+
+
+GPUS = {  # by the name of the chip in launch/machines.py
+    "a100-80gb": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 167_936, 85_100_068_864, 2_039_040_000_000,
+                     41_943_040, 1.41, False),
+    "l4": Gpu("NVIDIA L4", (8, 9), 58, 128, 102_400, 24_000_000_000, 300_000_000_000, 50_331_648, 2.04, False),
+    "l40s": Gpu("NVIDIA L40S", (8, 9), 142, 128, 102_400, 48_000_000_000, 864_000_000_000, 100_663_296, 2.52, False),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 233_472, 84_942_979_072, 3_352_320_000_000, 52_428_800,
+                1.98, True),
+    "h200": Gpu("NVIDIA H200 141GB HBM3e", (9, 0), 132, 128, 233_472, 151_397_597_184, 4_800_000_000_000, 52_428_800,
+                1.98, True),
+    "b200": Gpu("NVIDIA B200", (10, 0), 148, 128, 233_472, 191_514_411_008, 7_672_320_000_000, 132_644_864, 1.965,
+                True),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
 class Update:
-    """The compiler's results for one micro-batch and the optimizer's step."""
+    """The compiler's results for one micro-batch and the optimizer's step, or what stands for them by formula."""
 
     temporaries: int  # bytes on a device that `accumulate` needs besides its arguments
     ending: int  # of `apply`, likewise
     live: int | None  # bytes of `accumulate` that are in use at once, arguments included; None: it did not compile
     programs: tuple[Program, Program] | None  # `accumulate` and `apply`; None: they did not compile
     attention: str  # its implementation
-    seconds: float  # compile time
+    seconds: float | None  # compile time; None: by formula
     warnings: dict[str, int]  # costs that the compiler reports, and how often
+
+    @classmethod
+    def by_formula(cls, temporaries: int, *, attention: str) -> "Update":
+        return cls(temporaries, 0, None, None, attention, None, {})
 
 
 def is_there(machine: Machine) -> bool:
@@ -86,18 +152,13 @@ def devices_of(machine: Machine) -> list[jax.Device]:
                     more["chips_per_host_bounds"] = (1, 1, 1)
                 found = topologies.get_topology_desc(machine.topology, platform="tpu", **more)
             else:
-                target = gpu_targets.TARGETS[machine.chip.name].text
+                target = GPUS[machine.chip.name].text
                 shape = f"1x{machine.parts}x{machine.devices_of_host}"
                 found = topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape)
     except jax.errors.JaxRuntimeError as error:
         message = " ".join(str(error).split())
         raise ValueError(f"--topology={machine.topology}: {message}") from None
     return list(found.devices)
-
-
-def trainer_for(config: Config, decoder: DecoderConfig, *, longest: int, devices: list[jax.Device]) -> Trainer:
-    """The trainer as scalerl-train makes it. Raises ValueError as Trainer does."""
-    return make_trainer(config, decoder, max_segment=longest, devices=devices)
 
 
 def cudnn_of(device: jax.Device) -> contextlib.AbstractContextManager[None]:

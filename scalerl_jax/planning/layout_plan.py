@@ -1,7 +1,9 @@
 """One layout on one machine: bytes on a device, communication between devices, the least time of a step.
 
 Compiled where there is a compiler for the chip, else by formula. If a layout does not fit, `search` finds the nearest
-one that does.
+one that does: mesh, rows of a micro-batch and remat may differ from the config's. A distance of one is a factor of two
+of an axis, half the rows, or the next stage of remat. Only layouts that the model allows count: heads divide over
+`tensor`, experts over `expert`, whole blocks of a row over `context`.
 
 Bytes on one device of an update's persistent state, exact, from the shapes and the mesh:
 
@@ -14,57 +16,52 @@ weights sent   the last version, in the sync dtype          2 P / ... ; twice ju
 reference      in the sync dtype, if the loss has a KL      2 P / ...
 """
 
+import copy
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import jax
-from jax.sharding import AbstractMesh, AxisType
+from collections.abc import Callable
 
 from launch.machines import Machine
 from scalerl_jax.config import Config
 from scalerl_jax.learner import optimizer as optimizer_lib
-from scalerl_jax.learner.make_trainer import lora_of
-from scalerl_jax.learner.trainer import Trainer
+from scalerl_jax.learner.make_trainer import lora_of, make_trainer
+from scalerl_jax.learner.memory_estimate import bytes_on_one_device
 from scalerl_jax.model.attention import splash
 from scalerl_jax.model.decoder import abstract_params
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.experts import LARGE_BLOCK, rows_of_block
 from scalerl_jax.model.head import chunk_of
 from scalerl_jax.model.lora import starts_frozen
+from scalerl_jax.model.remat import REMATS
 from scalerl_jax.model.sharding import MESH_AXES, mesh_sizes
-from scalerl_jax.planning import analytic, compiled, layouts, program_roofline, roofline
+from scalerl_jax.planning import analytic, compiled, program_roofline, roofline
+from scalerl_jax.planning.analytic import Flops, of_micro_batch, pairs
 from scalerl_jax.planning.collectives import found_in
-from scalerl_jax.planning.flops import Flops, of_micro_batch, pairs
-from scalerl_jax.planning.layouts import Choice
 from scalerl_jax.planning.program_roofline import ProgramRoofline
 from scalerl_jax.planning.roofline import LINKS, MEMORY, NETWORK, PRODUCTS, Roofline, Traffic, by_axes
 from scalerl_jax.planning.workload import Workload
 
 
-def of(config: Config, decoder: DecoderConfig, devices: int) -> dict[str, int]:
-    """Bytes by class. Raises ValueError where the mesh does not fit the number of devices."""
-    sizes = mesh_sizes(devices, **{axis: getattr(config.learner, axis) for axis in MESH_AXES})
-    mesh: Any = AbstractMesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-    lora, sent = lora_of(config, decoder), on_one_device(abstract_params(decoder, mesh, config.model.sync_dtype))
-    params = abstract_params(decoder, mesh) if lora is None else lora.adapter(mesh)
-    moments = optimizer_lib.abstract_state(params, mesh)
-    trained = on_one_device(params)
-    return {
-        "parameters": trained if lora is None else trained + sent,
-        "optimizer": on_one_device((moments, optimizer_lib.vectors(params))),
-        "gradients": trained,
-        "weights sent": sent,
-        "reference": sent if config.objective.reference_kl > 0 and not starts_frozen(lora) else 0,
-    }
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A layout that replaces the config's own."""
 
+    mesh: tuple[tuple[str, int], ...]  # axis, devices
+    rows: int  # config.learner.micro_batch_rows
+    remat: str
+    away: int  # distance from the config
 
-def on_one_device(tree: Any) -> int:
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    def __str__(self) -> str:
+        axes = [f"--config.learner.{axis}={size}" for axis, size in self.mesh if size > 1 or axis == "fsdp"]
+        return " ".join([*axes, f"--config.learner.micro_batch_rows={self.rows}", f"--config.model.remat={self.remat}"])
 
-
-_MARGIN = 1.0  # share of the memory up to which a layout, by corrected formula, is worth compiling
+    def put_into(self, config: Config) -> Config:
+        config = copy.deepcopy(config)
+        for axis, size in self.mesh:
+            setattr(config.learner, axis, size)
+        config.learner.micro_batch_rows, config.model.remat = self.rows, self.remat  # type: ignore[assignment]
+        return config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +86,7 @@ class Bytes:
     temporaries: int  # of the largest micro-batch, in addition
     ending: int  # of the optimizer's step
     limit: int
-    reference: int = 0  # the policy that the run started with
+    reference: int  # the policy that the run started with
 
     @property
     def state(self) -> int:
@@ -112,17 +109,44 @@ class LayoutPlan:
     choice: Choice
     bytes: Bytes
     by_formula: int  # temporaries, for comparison
-    attention: str
+    update: compiled.Update  # without its programs
     rows: int  # of a micro-batch on the whole mesh
     micro_batches: int  # of a step
     flops: Flops  # of a micro-batch, on all devices
     traffic: tuple[Traffic, ...] | None  # of a micro-batch; None: it did not compile
     formula_traffic: tuple[Traffic, ...]
     roofline: Roofline
-    compile_seconds: float | None  # None: not compiled
-    live: int | None  # of `accumulate`: bytes in use at once, by the compiler
     program: ProgramRoofline | None  # of a step; None: not compiled
-    warnings: dict[str, int]  # costs that the compiler reports, and how often
+
+
+def own_choice(config: Config, devices: int) -> Choice:
+    """The config's own layout. Raises ValueError where its mesh does not fit the number of devices."""
+    sizes = mesh_sizes(devices, **{axis: getattr(config.learner, axis) for axis in MESH_AXES})
+    return Choice(tuple(sizes.items()), config.learner.micro_batch_rows, config.model.remat, 0)
+
+
+def other_choices(config: Config, decoder: DecoderConfig, devices: int) -> list[Choice]:
+    """The layouts that use less memory in some way, nearest first; `replica` does not change."""
+    now = own_choice(config, devices)
+    before = dict(now.mesh)
+    left = devices // before["replica"]
+    parts = [n for n in (2**i for i in range(11)) if left % n == 0]
+    tensors = [n for n in {*parts, before["tensor"]} if decoder.heads % n == 0 and decoder.vocab_size % n == 0]
+    contexts = [n for n in {*parts, before["context"]} if config.learner.seq_len % (splash.LANES * n) == 0]
+    experts = [n for n in {*parts, before["expert"]} if n == 1 or (decoder.experts and decoder.experts % n == 0)]
+    rows = [now.rows] + [now.rows >> i for i in range(1, now.rows.bit_length())]
+    remats = REMATS[REMATS.index(now.remat) :]
+    found = []
+    for tensor, context, expert, row, remat in itertools.product(tensors, contexts, experts, rows, remats):
+        rest, odd = divmod(left, tensor * context * expert)
+        if odd or rest == 0:
+            continue
+        sizes = {"replica": before["replica"], "fsdp": rest, "context": context, "expert": expert, "tensor": tensor}
+        away = sum(abs(math.log2(sizes[axis] / before[axis])) for axis in ("context", "expert", "tensor"))
+        away += math.log2(now.rows / row) + REMATS.index(remat) - REMATS.index(now.remat)
+        if away:
+            found.append(Choice(tuple(sizes.items()), row, remat, math.ceil(away)))
+    return sorted(found, key=lambda choice: (choice.away, choice.mesh))
 
 
 def plan(question: Question, choice: Choice) -> LayoutPlan:
@@ -130,17 +154,14 @@ def plan(question: Question, choice: Choice) -> LayoutPlan:
     update = None
     if compiled.is_there(question.machine):
         devices = compiled.devices_of(question.machine)
-        update = compiled.compile_update(_trainer(question, choice, devices), rounds=_rounds(question, choice))
-    return _put_together(question, choice, update)
-
-
-def estimate(question: Question, choice: Choice) -> LayoutPlan:
-    """Plans a layout by formula alone."""
-    return _put_together(question, choice, None)
+        config = choice.put_into(question.config)
+        trainer = make_trainer(config, question.decoder, max_segment=question.workload.longest, devices=devices)
+        update = compiled.compile_update(trainer, rounds=_rounds(question, choice))
+    return estimate(question, choice, update)
 
 
 def search(
-    question: Question, first: LayoutPlan, *, compiles: int, say: Callable[[str], None]
+    question: Question, first: LayoutPlan, *, compiles: int, report: Callable[[str], None]
 ) -> tuple[LayoutPlan | None, list[LayoutPlan]]:
     """The nearest layout that fits (or None), and the layouts compiled on the way, at most `compiles`.
 
@@ -149,33 +170,29 @@ def search(
     """
     wrong_by = first.bytes.temporaries / max(1, first.by_formula)
     possible = list[LayoutPlan]()
-    for choice in layouts.others(question.config, question.decoder, question.machine.devices):
+    for choice in other_choices(question.config, question.decoder, question.machine.devices):
         one = estimate(question, choice)
         corrected = dataclasses.replace(one.bytes, temporaries=int(one.bytes.temporaries * wrong_by))
-        if corrected.needed <= _MARGIN * corrected.limit:
+        if corrected.over <= 0:
             possible.append(one)
     possible.sort(key=lambda one: (one.choice.away, one.roofline.step))
     if not compiled.is_there(question.machine):
         return (possible[0] if possible else None), possible[:1]
     tried = list[LayoutPlan]()
     for one in possible[:compiles]:
-        say(f"compiling {one.choice}")
+        report(f"compiling {one.choice}")
         tried.append(plan(question, one.choice))
         if tried[-1].bytes.over <= 0:
             return tried[-1], tried
     return None, tried
 
 
-def _trainer(question: Question, choice: Choice, devices: Sequence[jax.Device]) -> Trainer:
-    return compiled.trainer_for(
-        choice.put_into(question.config), question.decoder, longest=question.workload.longest, devices=list(devices)
-    )
-
-
-def _put_together(question: Question, choice: Choice, update: compiled.Update | None) -> LayoutPlan:
+def estimate(question: Question, choice: Choice, update: compiled.Update | None = None) -> LayoutPlan:
+    """Plans a layout by formula, with the compiler's results in place of the formula's where there are any."""
     machine, decoder, workload = question.machine, question.decoder, question.workload
     config = choice.put_into(question.config)
-    mesh, state = dict(choice.mesh), of(config, decoder, machine.devices)
+    mesh = dict(choice.mesh)
+    state = _state_bytes(config, decoder, mesh)
     shapes = analytic.Shapes(
         decoder=decoder,
         mesh=mesh,
@@ -187,29 +204,23 @@ def _put_together(question: Question, choice: Choice, update: compiled.Update | 
         trained=state["gradients"] / 4,
     )
     rows = choice.rows * mesh["replica"] * mesh["fsdp"] * mesh["expert"]
-    by_formula = analytic.temporaries(shapes)
-    size = Bytes(
-        state["parameters"], state["optimizer"], state["gradients"], state["weights sent"],
-        temporaries=by_formula if update is None else update.temporaries,
-        ending=0 if update is None else update.ending,
-        limit=machine.chip.memory,
-        reference=state["reference"],
-    )  # fmt: skip
-    backend, block = _attention(question)
+    by_formula, (backend, block) = analytic.temporaries(shapes), _attention(question)
+    update = update or compiled.Update.by_formula(by_formula, attention=f"attention: {backend}, by formula")
+    size = Bytes(**state, temporaries=update.temporaries, ending=update.ending, limit=machine.chip.memory)
     work = of_micro_batch(
         decoder, rows=rows, seq_len=shapes.seq_len, longest=workload.longest, remat=choice.remat, backend=backend,
         block=block, reference=config.objective.reference_kl > 0, adapted=config.lora.rank > 0,
     )  # fmt: skip
     formula = tuple(by_axes(analytic.collectives(shapes), mesh, machine))
     found: tuple[Traffic, ...] | None = formula
-    if update is not None:
+    if update.seconds is not None:
         found = None if update.programs is None else tuple(by_axes(found_in(update.programs[0]), mesh, machine))
         if found is not None and not any(one.over_network for one in found):
             # Between slices the compiler emits host transfers, which are not collectives: use the formula.
             found += tuple(one for one in formula if one.over_network)
     micro_batches = workload.micro_batches(rows=rows, seq_len=shapes.seq_len)
     program = None
-    if update is not None and update.programs is not None:
+    if update.programs is not None:
         of_row = pairs(shapes.seq_len, workload.longest, backend, block) / shapes.seq_len
         attended = _attended(question, update.attention, of_row, parts=mesh["context"])
         chip = dataclasses.replace(machine.chip, flops=question.peak_share * machine.chip.flops)
@@ -237,18 +248,31 @@ def _put_together(question: Question, choice: Choice, update: compiled.Update | 
         choice=choice,
         bytes=size,
         by_formula=by_formula,
-        attention=f"attention: {backend}, by formula" if update is None else update.attention,
+        update=dataclasses.replace(update, programs=None),  # they are large
         rows=rows,
         micro_batches=micro_batches,
         flops=work,
         traffic=found,
         formula_traffic=formula,
         roofline=times,
-        compile_seconds=None if update is None else update.seconds,
-        live=None if update is None else update.live,
         program=program,
-        warnings={} if update is None else update.warnings,
     )
+
+
+def _state_bytes(config: Config, decoder: DecoderConfig, sizes: dict[str, int]) -> dict[str, int]:
+    """The fields of Bytes that a mesh of these sizes fixes."""
+    mesh = analytic.abstract_mesh(sizes)
+    lora, sent = lora_of(config, decoder), bytes_on_one_device(abstract_params(decoder, mesh, config.model.sync_dtype))
+    params = abstract_params(decoder, mesh) if lora is None else lora.adapter(mesh)
+    moments = optimizer_lib.abstract_state(params, mesh)
+    trained = bytes_on_one_device(params)
+    return {
+        "parameters": trained if lora is None else trained + sent,
+        "optimizer": bytes_on_one_device((moments, optimizer_lib.vectors(params))),
+        "gradients": trained,
+        "sent": sent,
+        "reference": sent if config.objective.reference_kl > 0 and not starts_frozen(lora) else 0,
+    }
 
 
 def _attention(question: Question) -> tuple[str, int]:

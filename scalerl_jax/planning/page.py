@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scalerl_jax.planning import compiled
-from scalerl_jax.planning.generators import Cost, Fleet
+from scalerl_jax.planning.cost import Cost, Fleet
 from scalerl_jax.planning.layout_plan import LayoutPlan, Question
 from scalerl_jax.planning.roofline import Traffic
 from scalerl_jax.scaling.commands.results import new_table, say
@@ -16,15 +16,15 @@ from scalerl_jax.system.memory import gib
 
 
 def show_layout(console: Console, question: Question, plan: LayoutPlan) -> None:
-    machine, size = question.machine, plan.bytes
+    machine, size, update = question.machine, plan.bytes, plan.update
     axes = " x ".join(f"{axis} {n}" for axis, n in plan.choice.mesh if n > 1) or "one device"
-    how = f"compiled in {plan.compile_seconds:.0f} s" if plan.compile_seconds is not None else "by formula"
+    how = f"compiled in {update.seconds:.0f} s" if update.seconds is not None else "by formula"
     say(console, f"{machine}: {machine.devices} devices, mesh {axes}, remat {plan.choice.remat}; {how}")
-    if plan.compile_seconds is None and not machine.chip.is_tpu:
+    if update.seconds is None and not machine.chip.is_tpu:
         say(console, f"compiled for {machine.chip.name}, bytes would be the compiler's own: {compiled.INSTALL_GPUS}")
-    for what, count in plan.warnings.items():
+    for what, count in update.warnings.items():
         say(console, f"the compiler says, {count} times: {what}")
-    say(console, f"{plan.attention}; a micro-batch is {plan.rows} rows of {question.config.learner.seq_len} tokens")
+    say(console, f"{update.attention}; a micro-batch is {plan.rows} rows of {question.config.learner.seq_len} tokens")
 
     table = _table("bytes on a device", "class", "GiB", "")
     for name, value in _classes(plan).items():
@@ -120,18 +120,18 @@ def document(question: Question, plan: LayoutPlan) -> dict[str, Any]:
         "mesh": dict(plan.choice.mesh),
         "micro_batch_rows": plan.choice.rows,
         "remat": plan.choice.remat,
-        "attention": plan.attention,
-        "compiled": plan.compile_seconds is not None,
-        "compile_seconds": plan.compile_seconds,
+        "attention": plan.update.attention,
+        "compiled": plan.update.seconds is not None,
+        "compile_seconds": plan.update.seconds,
         "bytes_per_device": {
             **{name.replace(" ", "_"): value for name, value in _classes(plan).items()},
             "temporaries_by_formula": plan.by_formula,
-            "live_in_accumulate": plan.live,
+            "live_in_accumulate": plan.update.live,
             "needed": plan.bytes.needed,
             "limit": plan.bytes.limit,
         },
         "fits": plan.bytes.over <= 0,
-        "compiler_warnings": plan.warnings,
+        "compiler_warnings": plan.update.warnings,
         "rows_of_a_micro_batch": plan.rows,
         "micro_batches": plan.micro_batches,
         "flops_of_a_micro_batch": dataclasses.asdict(plan.flops),

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from launch.machines import Machine
+from scalerl_jax.planning.analytic import Flops
 from scalerl_jax.planning.collectives import Collective, axes_of
-from scalerl_jax.planning.flops import Flops
 
 
 @dataclasses.dataclass(frozen=True)

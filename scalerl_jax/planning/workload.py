@@ -121,10 +121,7 @@ def find_decoder(config: Config, *, config_file: str, model_config: str) -> tupl
 def find_machine(topology: str, slices: int, *, flag: str = "topology") -> Machine:
     """The machine of --topology and --slices. Raises ValueError, one line, where there is no such machine, or its
     figures are not known."""
-    try:
-        machine = machines.parse(topology, slices=slices)
-    except ValueError as error:
-        raise ValueError(f"--{flag}={topology}: {error}") from None
+    machine = machines.of_flag(flag, topology, slices=slices)
     if not machine.chip.memory:
         known = ", ".join(name for name, chip in machines.CHIPS.items() if chip.memory)
         raise ValueError(f"--{flag}={topology}: a plan needs the figures of a chip, which are known of {known}")

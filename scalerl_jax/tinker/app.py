@@ -10,13 +10,12 @@ is answered with {"error", "category"}, whose text the client raises.
 """
 
 import asyncio
-import dataclasses
 import datetime
 import json
 import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -37,14 +36,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _PROTOBUF = "application/x-protobuf"
 _API = "/api/v1"
 
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """names: of the base model that clients may use, the first is its own; "*": any. token: of the key; "": any."""
-
-    folder: str  # the base model's
-    names: tuple[str, ...]
-    token: str = dataclasses.field(default="", repr=False)
+Body = Mapping[str, Any]
+Answer = dict[str, Any]  # JSON
+Serve = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class Tinker:
@@ -52,11 +46,13 @@ class Tinker:
 
     def __init__(
         self, store: Store, training: Training, sampling: Sampling, *, family: str, capacity: Callable[[], int],
-        options: Options,
+        folder: str, names: tuple[str, ...], token: str,
     ):  # fmt: skip
-        """family: of the base model. capacity: tokens of prompt and completion."""
-        self._store, self._training, self._sampling, self._options = store, training, sampling, options
-        self._family, self._capacity = family, capacity
+        """family, folder: of the base model. names: by which clients may call it, the first is its own; "*": any.
+        token: of the key; "": any. capacity: tokens of prompt and completion."""
+        self._store, self._training, self._sampling = store, training, sampling
+        self._family, self._folder, self._names, self._capacity = family, folder, names, capacity
+        self._token = token
         self._answered: dict[str, asyncio.Event] = {}  # of the calls that a client waits for
 
     def begin(self) -> None:
@@ -66,54 +62,48 @@ class Tinker:
         self._training.wake()
 
     def app(self) -> Starlette:
-        post: dict[str, Callable[[Request], Awaitable[Response]]] = {
-            "/client/config": self._client_config,
-            "/create_session": self._create_session,
-            "/session_heartbeat": self._heartbeat,
-            "/sessions/{id}/finish": self._finish,
-            "/telemetry": self._telemetry,
-            "/get_info": self._get_info,
-            "/create_sampling_session": self._create_sampling_session,
-            "/weights_info": self._weights_info,
-            "/create_model": self._create_model,
-            "/load_weights": self._load_weights,
-            "/forward_backward": self._forward_backward,
-            "/optim_step": self._optim_step,
-            "/save_weights": self._save_weights,
-            "/save_weights_for_sampler": self._save_for_sampler,
-            "/asample": self._sample,
-            "/retrieve_future": self._retrieve,
-        }
-        get = {
-            "/healthz": self._healthz,
-            "/get_server_capabilities": self._capabilities,
-            "/samplers/{id}": self._sampler,
-            "/sessions": self._sessions,
-            "/sessions/{id}": self._session,
-            "/training_runs": self._runs,
-            "/training_runs/{id}": self._run,
-            "/training_runs/{id}/checkpoints": self._checkpoints,
-            "/checkpoints": self._checkpoints,
-            "/futures/{id}/versions": self._versions,
-        }
-        one_checkpoint = f"{_API}/training_runs/{{id}}/checkpoints/{{checkpoint:path}}"
-        routes = [
-            *(Route(_API + path, self._guarded(serve), methods=["POST"]) for path, serve in post.items()),
-            *(Route(_API + path, self._guarded(serve), methods=["GET"]) for path, serve in get.items()),
-            Route(one_checkpoint, self._guarded(self._delete_checkpoint), methods=["DELETE"]),
-        ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+        routes = (
+            ("GET", "/healthz", _of_path(lambda: {"status": "ok"})),
+            ("POST", "/client/config", _of_path(dict)),
+            ("POST", "/create_session", _of_body(self._create_session)),
+            ("POST", "/session_heartbeat", _of_body(self._heartbeat)),
+            ("POST", "/sessions/{name}/finish", _of_path(self._finish)),
+            ("POST", "/telemetry", self._telemetry),
+            ("POST", "/get_info", _of_body(self._get_info)),
+            ("POST", "/create_sampling_session", _of_body(self._create_sampling_session)),
+            ("POST", "/weights_info", _of_body(self._weights_info)),
+            ("GET", "/get_server_capabilities", _of_path(self._capabilities)),
+            ("GET", "/samplers/{name}", _of_path(self._sampler)),
+            ("GET", "/sessions", _of_path(self._sessions)),
+            ("GET", "/sessions/{name}", _of_path(self._session)),
+            ("GET", "/training_runs", _of_path(self._runs)),
+            ("GET", "/training_runs/{name}", _of_path(self._run)),
+            ("GET", "/training_runs/{name}/checkpoints", _of_path(self._checkpoints)),
+            ("DELETE", "/training_runs/{name}/checkpoints/{checkpoint:path}", self._delete_checkpoint),
+            ("GET", "/checkpoints", _of_path(self._checkpoints)),
+            ("GET", "/futures/{name}/versions", _of_path(self._versions)),
+            ("POST", "/create_model", _of_call(self._create_model)),
+            ("POST", "/load_weights", _of_call(self._load_weights)),
+            ("POST", "/forward_backward", self._forward_backward),
+            ("POST", "/optim_step", _of_call(self._optim_step)),
+            ("POST", "/save_weights", _of_call(self._save_weights)),
+            ("POST", "/save_weights_for_sampler", _of_call(self._save_for_sampler)),
+            ("POST", "/asample", _of_call(self._sample)),
+            ("POST", "/retrieve_future", self._retrieve),
+        )
+        return Starlette(
+            routes=[Route(_API + path, self._guarded(serve), methods=[method]) for method, path, serve in routes],
+            exception_handlers={HTTPException: _no_route},
+        )
 
     def answered(self, future: Future) -> None:
         if (event := self._answered.pop(future.id, None)) is not None:
             event.set()
 
-    def _guarded(
-        self, serve: Callable[[Request], Awaitable[Response]]
-    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def _guarded(self, serve: Serve) -> Serve:
         async def answer(request: Request) -> Response:
             try:
-                check_key(request.headers.get("x-api-key", ""), self._options.token, whose="server")
+                check_key(request.headers.get("x-api-key", ""), self._token, whose="server")
                 if request.headers.get("content-encoding", "identity") != "identity":
                     raise bad("content-encoding: only bodies as they are, are offered")
                 for checkpoint in self._store.expired():
@@ -132,56 +122,42 @@ class Tinker:
 
     # ---- at once
 
-    async def _healthz(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def _client_config(self, request: Request) -> Response:
-        return JSONResponse({})
-
     async def _telemetry(self, request: Request) -> Response:
         await read_body(request)
         return JSONResponse({"status": "accepted"})
 
-    async def _capabilities(self, request: Request) -> Response:
+    def _capabilities(self) -> Answer:
         longest = self._capacity()
         models = [
             {"model_name": name, "max_context_length": longest, "trainable": True, "sampleable": True}
-            for name in self._options.names
+            for name in self._names
             if name != "*"
         ]
-        return JSONResponse({"supported_models": models})
+        return {"supported_models": models}
 
-    async def _create_session(self, request: Request) -> Response:
-        body = object_of(await read_body(request))
-        return JSONResponse({"session_id": self._store.new_session(body), "type": "create_session"})
+    def _create_session(self, body: Body) -> Answer:
+        return {"session_id": self._store.new_session(body), "type": "create_session"}
 
-    async def _heartbeat(self, request: Request) -> Response:
-        session = self._row("sessions", field(object_of(await read_body(request)), "session_id", str))
+    def _heartbeat(self, body: Body) -> Answer:
+        session = self._row("sessions", field(body, "session_id", str))
         if session["ended"]:
             raise ApiError(410, f"{session['id']} has ended")
-        return JSONResponse({"type": "session_heartbeat"})
+        return {"type": "session_heartbeat"}
 
-    async def _finish(self, request: Request) -> Response:
-        session = self._row("sessions", request.path_params["id"])
+    def _finish(self, name: str) -> Answer:
+        session = self._row("sessions", name)
         self._store.set("sessions", session["id"], ended=1)
-        return JSONResponse({"session_id": session["id"], "type": "finish_session"})
+        return {"session_id": session["id"], "type": "finish_session"}
 
-    async def _get_info(self, request: Request) -> Response:
-        model = self._row("models", field(object_of(await read_body(request)), "model_id", str))
-        data = {
-            "arch": self._family,
-            "model_name": self._options.names[0],
-            "tokenizer_id": self._options.folder,
-        }
+    def _get_info(self, body: Body) -> Answer:
+        model = self._row("models", field(body, "model_id", str))
+        data = {"arch": self._family, "model_name": self._names[0], "tokenizer_id": self._folder}
         found = {"model_data": data, "model_id": model["id"], "model_name": data["model_name"], "type": "get_info"}
-        return JSONResponse({**found, "is_lora": model["rank"] > 0, "lora_rank": model["rank"]})
+        return {**found, "is_lora": model["rank"] > 0, "lora_rank": model["rank"]}
 
-    async def _create_sampling_session(self, request: Request) -> Response:
-        body = object_of(await read_body(request))
+    def _create_sampling_session(self, body: Body) -> Answer:
         session = self._row("sessions", field(body, "session_id", str))["id"]
-        seq = number(body, "sampling_session_seq_id", None, 0, 2**62, whole=True)
-        if seq is None:
-            raise bad("sampling_session_seq_id: is missing")
+        seq = _sequence_number(body, "sampling_session_seq_id", "is missing")
         path, base = field(body, "model_path", str), field(body, "base_model", str)
         if path is not None:
             row = self._store.row("checkpoints", path)
@@ -190,49 +166,45 @@ class Tinker:
             model, folder = row["model"], row["folder"]
         else:
             self._check_base(base)
-            model, folder = "", self._options.folder
+            model, folder = "", self._folder
         name = f"{session}:sample:{seq}"
         there = self._store.row("samplers", name)
         if there is not None and (there["folder"], there["path"]) != (folder, path):
             raise Conflict(f"{name} is another sampling session")
         self._store.put("samplers", id=name, session=session, model=model, folder=folder, path=path)
-        return JSONResponse({"sampling_session_id": name, "type": "create_sampling_session"})
+        return {"sampling_session_id": name, "type": "create_sampling_session"}
 
-    async def _sampler(self, request: Request) -> Response:
-        row = self._row("samplers", request.path_params["id"])
-        return JSONResponse({"sampler_id": row["id"], "base_model": self._options.names[0], "model_path": row["path"]})
+    def _sampler(self, name: str) -> Answer:
+        row = self._row("samplers", name)
+        return {"sampler_id": row["id"], "base_model": self._names[0], "model_path": row["path"]}
 
-    async def _weights_info(self, request: Request) -> Response:
-        row = self._row("checkpoints", field(object_of(await read_body(request)), "tinker_path", str))
+    def _weights_info(self, body: Body) -> Answer:
+        row = self._row("checkpoints", field(body, "tinker_path", str))
         model = self._row("models", row["model"])
         lora = json.loads(model["body"]).get("lora_config") or {}
         trained = {key: lora.get(key, True) for key in ("train_unembed", "train_mlp", "train_attn")}
-        found = {"base_model": self._options.names[0], "is_lora": model["rank"] > 0, "lora_rank": model["rank"]}
-        return JSONResponse({**found, **trained})
+        found = {"base_model": self._names[0], "is_lora": model["rank"] > 0, "lora_rank": model["rank"]}
+        return {**found, **trained}
 
-    async def _sessions(self, request: Request) -> Response:
-        return JSONResponse({"sessions": [row["id"] for row in self._store.rows("sessions")]})
+    def _sessions(self) -> Answer:
+        return {"sessions": [row["id"] for row in self._store.rows("sessions")]}
 
-    async def _session(self, request: Request) -> Response:
-        name = self._row("sessions", request.path_params["id"])["id"]
-        runs, samplers = (self._store.rows(table, session=name) for table in ("models", "samplers"))
-        return JSONResponse(
-            {"training_run_ids": [row["id"] for row in runs], "sampler_ids": [row["id"] for row in samplers]}
-        )
+    def _session(self, name: str) -> Answer:
+        session = self._row("sessions", name)["id"]
+        runs, samplers = (self._store.rows(table, session=session) for table in ("models", "samplers"))
+        return {"training_run_ids": [row["id"] for row in runs], "sampler_ids": [row["id"] for row in samplers]}
 
-    async def _runs(self, request: Request) -> Response:
+    def _runs(self) -> Answer:
         runs = [self._run_fields(row) for row in self._store.rows("models")]
-        return JSONResponse(
-            {"training_runs": runs, "cursor": {"offset": 0, "limit": len(runs), "total_count": len(runs)}}
-        )
+        return {"training_runs": runs, "cursor": {"offset": 0, "limit": len(runs), "total_count": len(runs)}}
 
-    async def _run(self, request: Request) -> Response:
-        return JSONResponse(self._run_fields(self._row("models", request.path_params["id"])))
+    def _run(self, name: str) -> Answer:
+        return self._run_fields(self._row("models", name))
 
-    def _run_fields(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _run_fields(self, row: Mapping[str, Any]) -> Answer:
         return {
             "training_run_id": row["id"],
-            "base_model": self._options.names[0],
+            "base_model": self._names[0],
             "model_owner": "local",
             "is_lora": row["rank"] > 0,
             "lora_rank": row["rank"] or None,
@@ -240,8 +212,8 @@ class Tinker:
             "last_request_time": _date(row["created"]),
         }
 
-    async def _checkpoints(self, request: Request) -> Response:
-        of = {"model": request.path_params["id"]} if "id" in request.path_params else {}
+    def _checkpoints(self, name: str | None = None) -> Answer:
+        """Those of one run, or all."""
         found = [
             {
                 "checkpoint_id": row["id"].split("/", 3)[3],
@@ -252,14 +224,12 @@ class Tinker:
                 "user_metadata": json.loads(row["body"])["user_metadata"],
                 "expires_at": _date(row["expires"]) if row["expires"] else None,
             }
-            for row in self._store.rows("checkpoints", **of)
+            for row in self._store.rows("checkpoints", **({} if name is None else {"model": name}))
         ]
-        return JSONResponse({"checkpoints": found})
+        return {"checkpoints": found}
 
     async def _delete_checkpoint(self, request: Request) -> Response:
-        path = f"tinker://{request.path_params['id']}/{request.path_params['checkpoint']}"
-        row = self._row("checkpoints", path)
-        self._forget(row)
+        self._forget(self._row("checkpoints", "tinker://{name}/{checkpoint}".format(**request.path_params)))
         return Response(status_code=204)
 
     def _forget(self, checkpoint: Mapping[str, Any]) -> None:
@@ -267,12 +237,12 @@ class Tinker:
         shutil.rmtree(checkpoint["folder"], ignore_errors=True)
         self._store.delete("checkpoints", checkpoint["id"])
 
-    async def _versions(self, request: Request) -> Response:
+    def _versions(self, name: str) -> Answer:
         """Which weights sampled each token: for each sequence [[run, weights, first token, end], ...]."""
-        future = self._store.future(request.path_params["id"])
+        future = self._store.future(name)
         if future is None or future.kind != "asample" or future.answer is None:
-            raise ApiError(404, f"{request.path_params['id']} is no request that was sampled")
-        return JSONResponse({"versions": json.loads(future.versions or "[]")})
+            raise ApiError(404, f"{name} is no request that was sampled")
+        return {"versions": json.loads(future.versions or "[]")}
 
     def _row(self, table: str, name: str | None) -> dict[str, Any]:
         row = self._store.row(table, name or "")
@@ -281,23 +251,18 @@ class Tinker:
         return row
 
     def _check_base(self, name: str | None) -> None:
-        names = self._options.names
-        if name is None or (name not in (*names, self._options.folder) and "*" not in names):
-            raise Refused(f"base_model: {name!r} is not served; there is {self._options.names[0]}")
+        if name is None or (name not in (*self._names, self._folder) and "*" not in self._names):
+            raise Refused(f"base_model: {name!r} is not served; there is {self._names[0]}")
 
     # ---- later
 
-    async def _create_model(self, request: Request) -> Response:
-        data = await read_body(request)
-        body = object_of(data)
+    def _create_model(self, body: Body, data: bytes) -> Answer:
         self._check_base(field(body, "base_model", str))
         lora = field(body, "lora_config", dict, {})
         rank = number(lora, "rank", 0, 0, 2**16, whole=True)
         return self._new_run("create_model", data, body, rank=rank, seed=number(lora, "seed", 0, 0, 2**62, whole=True))
 
-    async def _load_weights(self, request: Request) -> Response:
-        data = await read_body(request)
-        body = object_of(data)
+    def _load_weights(self, body: Body, data: bytes) -> Answer:
         path = field(body, "path", str)
         if not isinstance(body.get("optimizer"), bool):
             raise bad("optimizer: must be true or false")
@@ -310,12 +275,9 @@ class Tinker:
         lora = json.loads(origin["body"]).get("lora_config")
         return self._new_run("load_weights", data, {**body, "lora_config": lora}, origin["rank"], origin["seed"])
 
-    def _new_run(self, kind: str, data: bytes, body: Mapping[str, Any], rank: int, seed: int) -> Response:
+    def _new_run(self, kind: str, data: bytes, body: Body, rank: int, seed: int) -> Answer:
         session = self._row("sessions", field(body, "session_id", str))["id"]
-        seq = number(body, "model_seq_id", None, 0, 2**62, whole=True)
-        if seq is None:
-            raise bad("model_seq_id: is missing")
-        name = f"{session}:train:{seq}"
+        name = f"{session}:train:{_sequence_number(body, 'model_seq_id', 'is missing')}"
         with self._store.writing():
             future, new = self._store.accept(name, 0, kind, data)
             if new:
@@ -323,18 +285,17 @@ class Tinker:
                     "models", id=name, session=session, created=time.time(), rank=rank, seed=seed, body=json.dumps(body)
                 )
         self._training.wake()
-        return JSONResponse({"request_id": future.id, "model_id": name})
+        return {"request_id": future.id, "model_id": name}
 
     async def _forward_backward(self, request: Request) -> Response:
         data = await read_body(request)
         if request.headers.get("content-type", "").split(";")[0] != _PROTOBUF:
             raise bad(f"content-type: must be {_PROTOBUF}")
         asked = wire.parse(data)
-        return self._training_call("forward_backward", data, {"model_id": asked.model_id, "seq_id": asked.seq_id})
+        body = {"model_id": asked.model_id, "seq_id": asked.seq_id}
+        return JSONResponse(self._training_call("forward_backward", data, body))
 
-    async def _optim_step(self, request: Request) -> Response:
-        data = await read_body(request)
-        body = object_of(data)
+    def _optim_step(self, body: Body, data: bytes) -> Answer:
         given = field(body, "adam_params", dict, {})
         for name, low, high in (
             ("learning_rate", 0, 1e3), ("beta1", 0, 1), ("beta2", 0, 1), ("eps", 0, 1e3), ("weight_decay", 0, 1e3),
@@ -344,35 +305,31 @@ class Tinker:
                 raise bad(f"adam_params.{name}: is missing")
         return self._training_call("optim_step", data, body)
 
-    async def _save_weights(self, request: Request) -> Response:
-        data = await read_body(request)
-        body = object_of(data)
+    def _save_weights(self, body: Body, data: bytes) -> Answer:
         self._check_name(body)
         return self._training_call("save_weights", data, body)
 
-    async def _save_for_sampler(self, request: Request) -> Response:
-        data = await read_body(request)
-        body = object_of(data)
+    def _save_for_sampler(self, body: Body, data: bytes) -> Answer:
         if field(body, "path", str) is not None:
             self._check_name(body)
         elif number(body, "sampling_session_seq_id", None, 0, 2**62, whole=True) is None:
             raise bad("path or sampling_session_seq_id: one of them is needed")
         return self._training_call("save_weights_for_sampler", data, body)
 
-    def _check_name(self, body: Mapping[str, Any]) -> None:
+    def _check_name(self, body: Body) -> None:
         name = field(body, "path", str, "")
         if not _NAME.fullmatch(name):
             raise bad("path: must be a name of letters, digits, '.', '_' and '-'")
         number(body, "ttl_seconds", None, 1, 10**10)
 
-    def _training_call(self, kind: str, data: bytes, body: Mapping[str, Any]) -> Response:
+    def _training_call(self, kind: str, data: bytes, body: Body) -> Answer:
         model = self._row("models", field(body, "model_id", str))["id"]
         seq = number(body, "seq_id", None, 0, 2**62, whole=True)
-        if not seq:
+        if not seq:  # the calls of a run are numbered from 1
             raise bad("seq_id: the number of the call is missing")
         future, _ = self._store.accept(model, seq, kind, data)
         self._training.wake()
-        return JSONResponse({"request_id": future.id, "model_id": model})
+        return {"request_id": future.id, "model_id": model}
 
     async def _retrieve(self, request: Request) -> Response:
         name = field(object_of(await read_body(request)), "request_id", str, "")
@@ -397,19 +354,46 @@ class Tinker:
 
     # ---- sampling
 
-    async def _sample(self, request: Request) -> Response:
-        data = await read_body(request)
-        body = object_of(data)
+    def _sample(self, body: Body, data: bytes) -> Answer:
         sampler = self._row("samplers", field(body, "sampling_session_id", str))["id"]
-        seq = number(body, "seq_id", None, 0, 2**62, whole=True)
-        if seq is None:
-            raise bad("seq_id: the number of the call is missing")
+        seq = _sequence_number(body, "seq_id", "the number of the call is missing")
         count = number(body, "num_samples", 1, 1, MOST_SAMPLES, whole=True)
         future, new = self._store.accept(sampler, seq, "asample", data)
         if new:
             self._sampling.begin(future)
         sequences = [f"{future.id}:{i}" for i in range(count)]
-        return JSONResponse({"request_id": future.id, "sample_sequence_ids": sequences})
+        return {"request_id": future.id, "sample_sequence_ids": sequences}
+
+
+def _of_path(serve: Callable[..., Answer]) -> Serve:
+    """Answers a request by the parameters of its path alone."""
+
+    async def answer(request: Request) -> Response:
+        return JSONResponse(serve(**request.path_params))
+
+    return answer
+
+
+def _of_body(serve: Callable[[Body], Answer]) -> Serve:
+    """Answers a request by its body, a JSON object."""
+    return _of_call(lambda body, _: serve(body))
+
+
+def _of_call(serve: Callable[[Body, bytes], Answer]) -> Serve:
+    """Answers a request by its body, as a JSON object and as received."""
+
+    async def answer(request: Request) -> Response:
+        data = await read_body(request)
+        return JSONResponse(serve(object_of(data), data))
+
+    return answer
+
+
+def _sequence_number(body: Body, name: str, missing: str) -> int:
+    seq: int | None = number(body, name, None, 0, 2**62, whole=True)
+    if seq is None:
+        raise bad(f"{name}: {missing}")
+    return seq
 
 
 def _date(seconds: float) -> str:

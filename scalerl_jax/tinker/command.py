@@ -86,7 +86,7 @@ async def _serve(
     config: Config, listening: socket.socket, make: Callable[[], Generators], decoder: DecoderConfig,
     tokenizer: Tokenizer, *, longest: int, token: str,
 ) -> None:  # fmt: skip
-    from scalerl_jax.tinker.app import Options, Tinker
+    from scalerl_jax.tinker.app import Tinker
     from scalerl_jax.tinker.samplers import Samplers
     from scalerl_jax.tinker.sampling import Sampling
     from scalerl_jax.tinker.store import Future, Store
@@ -108,7 +108,6 @@ async def _serve(
     )  # fmt: skip
     training = Training(config, decoder, folder=FLAGS.workdir, longest=longest, answered=answered, fail=fail)
     names = names_of_model()
-    options = Options(config.model.path, names, token)
     store = Store(FLAGS.workdir)
 
     def capacity() -> int:
@@ -118,7 +117,10 @@ async def _serve(
         store, samplers, vocabulary=decoder.vocab_size, tokenizer=tokenizer, capacity=capacity, seed=config.seed,
         seconds=FLAGS.request_seconds, answered=answered, fail=fail,
     )  # fmt: skip
-    tinker = Tinker(store, training, sampling, family=decoder.family, capacity=capacity, options=options)
+    tinker = Tinker(
+        store, training, sampling, family=decoder.family, capacity=capacity, folder=config.model.path, names=names,
+        token=token,
+    )  # fmt: skip
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(generators.run())]
     try:
         await generators.ready(config.fleet.connect_seconds)

@@ -60,20 +60,17 @@ class Sampling:
 
     async def _sampled(self, future: Future) -> None:
         """Answers a call of asample."""
-        category = "user"
         try:
             async with asyncio.timeout(self._seconds):
                 answer, versions = await self._sampled_in_time(future)
-            self._store.answer(future, answer, proto=True, versions=json.dumps(versions))
         except (ApiError, ServerRefused, ValueError) as error:
             message = error.message if isinstance(error, ApiError) else str(error)
+            self._store.refuse(future, message, category="user")
         except (NoServer, TimeoutError) as error:
-            category, message = "server", str(error) or f"not sampled within {self._seconds:.0f} s"
+            message = str(error) or f"not sampled within {self._seconds:.0f} s"
+            self._store.refuse(future, message, category="server")
         else:
-            message = ""
-        if message:
-            failure = {"error": " ".join(message.split()), "category": category}
-            self._store.answer(future, json.dumps(failure).encode(), failed=True)
+            self._store.answer(future, answer, proto=True, versions=json.dumps(versions))
         self._answered(future)
 
     async def _sampled_in_time(self, future: Future) -> tuple[bytes, list[Any]]:
@@ -95,7 +92,7 @@ class Sampling:
         if capacity < 1:
             raise Refused(f"prompt: it has {len(prompt)} tokens, and prompt and completion {self._capacity()} at most")
         sampling = asked.sampling((), capacity=capacity)
-        if (field(body, "sampling_params", dict, {})).get("stop") is None:
+        if field(body, "sampling_params", dict, {}).get("stop") is None:
             sampling = dataclasses.replace(sampling, stop_token_ids=tuple(self._chat.tokenizer.stop_ids))
 
         async def one(i: int) -> tuple[Completion, dict[int, Weights]]:

@@ -135,17 +135,16 @@ class Store:
     def accept(self, owner: str, seq: int, kind: str, body: bytes) -> tuple[Future, bool]:
         """The call, and whether it is a new one. Raises Conflict."""
         digest = hashlib.sha256(kind.encode() + b"\0" + body).digest()
-        found = self._db.execute("SELECT * FROM futures WHERE owner = ? AND seq = ?", (owner, seq)).fetchone()
-        if found is not None:
-            if found["digest"] != digest:
-                raise Conflict(f"{owner} has another call {seq}, {found['kind']}")
-            return _future(found), False
+        if there := self.rows("futures", owner=owner, seq=seq):
+            if there[0]["digest"] != digest:
+                raise Conflict(f"{owner} has another call {seq}, {there[0]['kind']}")
+            return _future(there[0]), False
         name = f"{owner}:{seq}"
         self.put("futures", id=name, owner=owner, seq=seq, kind=kind, digest=digest, body=body, proto=0, failed=0)
         return Future(name, owner, seq, kind, body), True
 
     def future(self, name: str) -> Future | None:
-        found = self._db.execute("SELECT * FROM futures WHERE id = ?", (name,)).fetchone()
+        found = self.row("futures", name)
         return None if found is None else _future(found)
 
     def answer(
@@ -153,9 +152,13 @@ class Store:
     ) -> None:
         self.set("futures", future.id, answer=answer, proto=proto, failed=failed, versions=versions)
 
+    def refuse(self, future: Future, message: str, *, category: str) -> None:
+        """Answers with an error. category: "user" | "server", whose it is."""
+        failure = {"error": " ".join(message.split()), "category": category}
+        self.answer(future, json.dumps(failure).encode(), failed=True)
+
     def unanswered(self, kind: str) -> list[Future]:
-        found = self._db.execute("SELECT * FROM futures WHERE answer IS NULL AND kind = ? ORDER BY rowid", (kind,))
-        return [_future(row) for row in found]
+        return self._futures("answer IS NULL AND kind = ? ORDER BY rowid", kind)
 
     def done(self, owner: str) -> int:
         """The number of the last answered call of a model; -1 if none is."""
@@ -165,10 +168,8 @@ class Store:
 
     def next_call(self, owner: str) -> Future | None:
         """The first unanswered call of a model, if every call before it has arrived and is answered."""
-        found = self._db.execute(
-            "SELECT * FROM futures WHERE owner = ? AND seq = ? AND answer IS NULL", (owner, self.done(owner) + 1)
-        ).fetchone()
-        return None if found is None else _future(found)
+        found = self._futures("owner = ? AND seq = ? AND answer IS NULL", owner, self.done(owner) + 1)
+        return found[0] if found else None
 
     def waiting(self) -> list[str]:
         """The models that have unanswered calls, ordered by the oldest one."""
@@ -180,17 +181,17 @@ class Store:
 
     def answered_after(self, owner: str, seq: int) -> list[Future]:
         """The answered calls of a model after call `seq`, in order."""
-        found = self._db.execute(
-            "SELECT * FROM futures WHERE owner = ? AND seq > ? AND answer IS NOT NULL ORDER BY seq", (owner, seq)
-        )
-        return [_future(row) for row in found]
+        return self._futures("owner = ? AND seq > ? AND answer IS NOT NULL ORDER BY seq", owner, seq)
 
     def forget_bodies(self, owner: str, through: int) -> None:
         """Drops the bodies of a model's calls up to `through`, which a checkpoint contains."""
         self._db.execute("UPDATE futures SET body = x'' WHERE owner = ? AND seq BETWEEN 1 AND ?", (owner, through))
 
+    def _futures(self, where: str, *values: Any) -> list[Future]:
+        return [_future(row) for row in self._db.execute(f"SELECT * FROM futures WHERE {where}", values)]
 
-def _future(row: sqlite3.Row) -> Future:
+
+def _future(row: Mapping[str, Any] | sqlite3.Row) -> Future:
     return Future(
         row["id"], row["owner"], row["seq"], row["kind"], row["body"], row["answer"], bool(row["proto"]),
         bool(row["failed"]), row["versions"] or "",

@@ -139,8 +139,7 @@ class Training:
         except (ValueError, FloatingPointError) as error:  # the client's
             if not isinstance(error, Refused):
                 _log.warning("%s call %d, %s: %s", future.owner, future.seq, future.kind, error)
-            failure = {"error": " ".join(str(error).split()), "category": "user"}
-            self._store.answer(future, json.dumps(failure).encode(), failed=True)
+            self._store.refuse(future, str(error), category="user")
         else:
             self._store.answer(future, answer if proto else json.dumps(answer).encode(), proto=proto)
             if future.kind == "optim_step":

@@ -156,26 +156,26 @@ class Conversations:
     def _episode(self, chat: Messages, answers: Sequence[int], tools: Schemas) -> Trace:
         """A chat as an episode of RL. answers: indices of the assistant's turns; the chat ends with the last one."""
         prompts, end = self._prompts, 0
-        said = list(prompts.complete(chat[: answers[0]]))
-        pieces = [Piece(prompts.ask(said, tools=tools), trained=False)]
+        history = list(prompts.complete(chat[: answers[0]]))
+        pieces = [Piece(prompts.ask(history, tools=tools), trained=False)]
         for at in answers:
             if pieces[1:]:
                 # As in an episode, only these fields: an id or a name would change the text in some templates.
                 replies = [{"role": message["role"], "content": message["content"]} for message in chat[end:at]]
                 if not replies:
                     raise ValueError(f"messages {at} and {at + 1} are both the assistant's")
-                said += replies
+                history += replies
                 pieces.append(Piece(prompts.template().next_turn(replies), trained=False))
-            pieces.append(Piece(self._turn(said, chat[at], tools), _trained(chat[at])))
-            said.append(chat[at])
+            pieces.append(Piece(self._turn(history, chat[at], tools), _trained(chat[at])))
+            history.append(chat[at])
             end = at + 1
         return Trace([], pieces)
 
-    def _turn(self, said: Messages, message: Mapping[str, Any], tools: Schemas) -> str:
-        """The assistant's `message` as the policy would write it after the messages `said`, with its end of turn."""
+    def _turn(self, history: Messages, message: Mapping[str, Any], tools: Schemas) -> str:
+        """The assistant's `message` as the policy would write it after the messages `history`, with its end of turn."""
         template = self._prompts.template()
-        begin = template.render(said, tools=tools)
-        whole = template.render([*said, message], generation_prompt=False, tools=tools)
+        begin = template.render(history, tools=tools)
+        whole = template.render([*history, message], generation_prompt=False, tools=tools)
         turn = whole[len(begin) :] if whole.startswith(begin) else ""
         if not turn or not self._as_given(message, turn):
             # The thinking as given, followed by the template's text of the message without thinking.
@@ -184,7 +184,7 @@ class Conversations:
             answer = text.rpartition(self._end)[2].lstrip() if self._end and self._end in text else text
             bare = {name: part for name, part in message.items() if name != "reasoning_content"}
             whole, marked = (
-                template.render([*said, {**bare, "content": content}], generation_prompt=False, tools=tools)
+                template.render([*history, {**bare, "content": content}], generation_prompt=False, tools=tools)
                 for content in (answer, _CONTENT)
             )
             before, found, _ = marked.rpartition(_CONTENT)
@@ -308,7 +308,7 @@ def read_messages(value: Any) -> Messages:
                 waiting = [call.get("id") for call in calls]
             elif before.get("role") != "tool":
                 waiting = []
-            _take(waiting, message.get("tool_call_id"), number)
+            _match_result(waiting, message.get("tool_call_id"), number)
         for name in _WEIGHTS:
             if message.get(name, 1) not in (0, 1):
                 raise ValueError(f"message {number} has {name}={message[name]!r}: only 0 and 1 (false and true) are")
@@ -344,7 +344,7 @@ def _read_calls(value: Any) -> list[dict[str, Any]]:
     return calls
 
 
-def _take(waiting: list[Any], asked: Any, number: int) -> None:
+def _match_result(waiting: list[Any], asked: Any, number: int) -> None:
     """Removes the call whose result is message `number`. Raises ValueError if it is not the result of a call."""
     for call in (asked, None):
         if call in waiting:

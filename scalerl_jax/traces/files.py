@@ -22,7 +22,7 @@ import json
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -127,8 +127,8 @@ def _read(name: str, columns: Mapping[str, Any], config: Config) -> Given:
     if prompt is not MISSING and completion is not MISSING:
         if not isinstance(prompt, list) and not isinstance(completion, list):
             return Given(name, read_text(prompt, names.prompt), read_text(completion, names.completion), tools=tools)
-        asked, said = _messages(prompt, names.prompt, "user"), _messages(completion, names.completion)
-        return Given(name, messages=[*asked, *said], tools=tools)
+        question, answer = _messages(prompt, names.prompt, "user"), _messages(completion, names.completion)
+        return Given(name, messages=[*question, *answer], tools=tools)
     if chat is MISSING:
         wanted = " and ".join(column for column in (names.prompt, names.completion) if column)
         wanted = ", or ".join(column for column in (wanted, names.messages) if column)
@@ -163,7 +163,7 @@ def corpus(config: Config) -> Iterator[str]:
 class FileTraces:
     """The traces of config.sft.traces: read from the folder `path`, or tokenized into it now.
 
-    begun: whether there are checkpoints. say: called with a progress line every few seconds while tokenizing.
+    begun: whether there are checkpoints. log: called with a progress line every few seconds while tokenizing.
     Raises ValueError naming the field, or the file and row, at fault; WriteError where the folder cannot be written.
     """
 
@@ -174,24 +174,24 @@ class FileTraces:
         path: str,
         *,
         begun: bool = False,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ):
         part, config = asking(config)
         self._config = config
         self.notes: list[str] = []  # lines on what was left out and how traces are rendered
         try:
-            self._open(config, tokenizer, path, begun, say)
+            self._open(config, tokenizer, path, begun, log)
         except ValueError as error:
             raise ValueError(parts.as_written(part, str(error))) from error
         self.notes = [parts.as_written(part, line) for line in self.notes]
 
-    def _open(self, config: Config, tokenizer: Tokenizer, path: str, begun: bool, say: Callable[[str], None]) -> None:
+    def _open(self, config: Config, tokenizer: Tokenizer, path: str, begun: bool, log: Callable[[str], None]) -> None:
         asked, stamps = _asked(config, tokenizer), _stamps(config)
         described = os.path.join(path, "traces.json")
         old = read_object(described) if os.path.isfile(described) else {}
         if old.get("asked") != asked or (old.get("files") != stamps and not begun):
             with files.whole_folder(path, replace=True) as folder:
-                notes = _Writer(config, tokenizer, folder, say).write()
+                notes = _Writer(config, tokenizer, folder, log).write()
                 old = {"asked": asked, "files": stamps, "said": notes}
                 files.write_whole(os.path.join(folder, "traces.json"), json.dumps(old))
         elif old["files"] != stamps:
@@ -286,13 +286,13 @@ def _stamps(config: Config) -> list[list[Any]] | None:
 class _Writer:
     """Tokenizes all traces into a folder."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, folder: str, say: Callable[[str], None]):
+    def __init__(self, config: Config, tokenizer: Tokenizer, folder: str, log: Callable[[str], None]):
         sft = config.sft
         if sft.max_tokens > sft.seq_len + 1:
             raise ValueError(
                 f"config.sft.max_tokens={sft.max_tokens}: a row holds {sft.seq_len + 1} tokens (config.sft.seq_len)"
             )
-        self._config, self._tokenizer, self._folder, self._say = config, tokenizer, folder, say
+        self._config, self._tokenizer, self._folder, self._log = config, tokenizer, folder, log
         self._most = sft.max_tokens or sft.seq_len + 1
         self._conversations = Conversations(config, tokenizer)
         self._malformed = _malformed(config)
@@ -302,14 +302,14 @@ class _Writer:
 
     def write(self) -> list[str]:
         """Writes the folder; returns the notes to print."""
-        last = time.monotonic()
+        last, traces = time.monotonic(), self._traces()
         with open(os.path.join(self._folder, "tokens.int32"), "wb") as file:
-            for some in _batched(self._traces(), _AT_ONCE):
+            while some := list(itertools.islice(traces, _AT_ONCE)):
                 for given, example in zip(some, self._tokenized([trace for _, trace in some]), strict=True):
                     self._add(given[0], example, file)
                 if time.monotonic() - last > _PROGRESS_SECONDS:
                     last = time.monotonic()
-                    self._say(f"warm start: {len(self._lengths):,} traces tokenized, {self._tokens:,} tokens")
+                    self._log(f"warm start: {len(self._lengths):,} traces tokenized, {self._tokens:,} tokens")
         train, evaluated = self._split()
         lengths = np.asarray(self._lengths, np.int32)
         np.savez(os.path.join(self._folder, "table.npz"), lengths=lengths, train=train, evaluation=evaluated)
@@ -378,9 +378,3 @@ class _Writer:
             if more := len(self._lengths) - train - evaluated:
                 line += f", and {more:,} with the same prompts left out"
         return [*notes, line]
-
-
-def _batched(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    stream = iter(items)
-    while some := list(itertools.islice(stream, size)):
-        yield some

@@ -26,8 +26,9 @@ from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model import Precision
 from scalerl_jax.model.remat import REMATS
 from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.planning import collectives, compiled
+from scalerl_jax.planning import compiled
 from scalerl_jax.planning.hlo import Program
+from tests.planning.axes_program import received
 from tests.support.models import toy_decoder
 from tests.support.trainers import trainer_of
 
@@ -68,13 +69,12 @@ def facts(program: Any, mesh: dict[str, int] | None = None) -> dict[str, Any]:
             if part.op in ("dot", "convolution"):
                 made = [read.named(inner, name) for name in part.operands[:2]]
                 operands.add(" x ".join(other.arrays[0].dtype for other in made if other is not None))
-    axes = {"+".join(axes): size for axes, size in collectives.by_axes(text, mesh).items()} if mesh else {}
     header = text.partition("\n")[0]
     return {
         "taken_over": len(re.findall(r"(?:may|must)-alias", header)),
         "copied": copied,
         "products": sorted(operands),
-        "received": axes,
+        "received": received(text, mesh) if mesh else {},
         "temporaries": memory.temp_size_in_bytes,
         "attention": sorted(set(re.findall(r"fmha\w*|splash_mha_(?:fwd|dq|dkv)", text))),
     }

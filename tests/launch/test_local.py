@@ -59,7 +59,7 @@ def test_servers_serve_on_ports_of_their_own_and_stop_with_close(tmp_path: pathl
         addresses = servers.addresses
         assert len(set(addresses)) == 2
         assert all(answers(address) for address in addresses)
-        ids = [state.process_id for state in servers.states()]
+        ids = [server.process.pid for server in servers.servers]
         assert all(runs(process_id) for process_id in ids)
         for i in range(2):
             assert (tmp_path / "logs" / f"server-{i}.log").read_text() == "serving\n"
@@ -69,14 +69,14 @@ def test_servers_serve_on_ports_of_their_own_and_stop_with_close(tmp_path: pathl
 
 def test_a_server_that_dies_comes_back_on_its_port_and_the_other_is_left_alone(tmp_path: pathlib.Path) -> None:
     with LocalServers(STAND_IN, count=2, workdir=str(tmp_path), times=Times(first_pause=0.05)) as servers:
-        addresses, before = servers.addresses, servers.states()
+        addresses, other = servers.addresses, servers.servers[1].process
         for death in range(1, 4):
             assert ask(addresses[0], "die") == ""
-            eventually(lambda death=death: servers.states()[0].starts == 1 + death and answers(addresses[0]))
-        os.kill(servers.states()[0].process_id, signal.SIGKILL)
-        eventually(lambda: servers.states()[0].starts == 5 and answers(addresses[0]))
+            eventually(lambda death=death: servers.servers[0].starts == 1 + death and answers(addresses[0]))
+        os.kill(servers.servers[0].process.pid, signal.SIGKILL)
+        eventually(lambda: servers.servers[0].starts == 5 and answers(addresses[0]))
         assert servers.addresses == addresses
-        assert servers.states()[1] == before[1]
+        assert servers.servers[1].process is other and other.poll() is None and servers.servers[1].starts == 1
         assert (tmp_path / "logs" / "server-0.log").read_text() == "serving\n" * 5
 
 
@@ -91,8 +91,8 @@ def test_what_a_server_has_started_ends_with_it(
         child = int(ask(address, "start"))
         assert runs(child)
         if how == "killed":
-            os.kill(servers.states()[0].process_id, signal.SIGKILL)
-            eventually(lambda: servers.states()[0].starts == 2)
+            os.kill(servers.servers[0].process.pid, signal.SIGKILL)
+            eventually(lambda: servers.servers[0].starts == 2)
             assert not runs(child)
             eventually(lambda: answers(address))
     eventually(lambda: not runs(child))
@@ -109,7 +109,7 @@ def test_the_pause_before_a_restart_doubles_while_a_server_keeps_dying(
         for death in range(1, 4):
             start = time.monotonic()
             ask(address, "die")
-            eventually(lambda death=death: servers.states()[0].starts == 1 + death)
+            eventually(lambda death=death: servers.servers[0].starts == 1 + death)
             waited.append(time.monotonic() - start)
             eventually(lambda: answers(address))
         assert waited[0] >= pause
@@ -122,17 +122,17 @@ def test_the_pause_before_a_restart_doubles_while_a_server_keeps_dying(
 def test_close_while_a_server_waits_to_be_started_again_starts_nothing(tmp_path: pathlib.Path) -> None:
     servers = LocalServers(STAND_IN, count=1, workdir=str(tmp_path), times=Times(first_pause=1e6))
     ask(servers.addresses[0], "die")
-    eventually(lambda: not servers.states()[0].alive)
+    eventually(lambda: servers.servers[0].process.poll() is not None)
     servers.close()
-    assert servers.states()[0].starts == 1
+    assert servers.servers[0].starts == 1
 
 
 def test_a_server_deaf_to_every_request_to_stop_is_killed(tmp_path: pathlib.Path) -> None:
     servers = LocalServers(STAND_IN, count=1, workdir=str(tmp_path), times=Times(stop=0.3))
-    (state,) = servers.states()
-    assert ask(state.address, "hang") == "ok"
+    (server,) = servers.servers
+    assert ask(servers.addresses[0], "hang") == "ok"
     servers.close()
-    assert not runs(state.process_id)
+    assert not runs(server.process.pid)
 
 
 def test_a_server_whose_engine_needs_longer_is_given_the_time(
@@ -141,7 +141,7 @@ def test_a_server_whose_engine_needs_longer_is_given_the_time(
     monkeypatch.setattr(local, "STOP_SECONDS", 0.3)
     servers = LocalServers(STAND_IN, count=1, workdir=str(tmp_path), times=Times(stop=SECONDS))
     assert ask(servers.addresses[0], "slow") == "ok"
-    process = servers._servers[0].process
+    process = servers.servers[0].process
     servers.close()
     assert process is not None and process.returncode == 0
     assert "killed" not in caplog.text
@@ -186,7 +186,7 @@ import time
 import typing
 from launch.local import LocalServers
 servers = LocalServers({STAND_IN!r}, count=2, workdir={str(tmp_path)!r})
-print(*[state.process_id for state in servers.states()], flush=True)
+print(*[server.process.pid for server in servers.servers], flush=True)
 time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
@@ -222,10 +222,10 @@ def test_real_servers_answer_health_checks_before_and_after_one_is_killed(tmp_pa
     command = [python, *REPLAY, *flags, "--engine=replay"]
     with LocalServers(command, count=2, workdir=str(tmp_path), times=Times(first_pause=0.05)) as servers:
         assert [health_of(address) for address in servers.addresses] == ["SERVING", "SERVING"]
-        os.kill(servers.states()[0].process_id, signal.SIGKILL)
-        eventually(lambda: servers.states()[0].starts == 2)
+        os.kill(servers.servers[0].process.pid, signal.SIGKILL)
+        eventually(lambda: servers.servers[0].starts == 2)
         assert [health_of(address) for address in servers.addresses] == ["SERVING", "SERVING"]
-        ids = [state.process_id for state in servers.states()]
+        ids = [server.process.pid for server in servers.servers]
     assert not any(runs(process_id) for process_id in ids)
 
 
@@ -271,7 +271,7 @@ def test_a_server_that_cannot_even_be_started_again_ends_the_run_with_one_line(t
         log.mkdir()
         assert ask(servers.addresses[0], "die") == ""
 
-        eventually(lambda: servers._servers[0].failure is not None)
+        eventually(lambda: servers.servers[0].failure is not None)
         with pytest.raises(StartError, match=r"local server 0 cannot be started again: \[Errno 21\]"):
             servers.check()
         assert answers(servers.addresses[1])

@@ -8,7 +8,7 @@ import re
 import jax
 import pytest
 
-from launch import accelerators
+from launch import starting
 from rollout_server.engines.engine import EngineOptions
 from rollout_server.engines.jax import engine
 from rollout_server.engines.jax.weights import abstract_weights, decode_precision
@@ -39,8 +39,8 @@ def load(size: str) -> tuple[Config, str]:
 @pytest.mark.parametrize("size", ["0_6b", "1_7b"])
 def test_trainer_and_generator_fit_side_by_side(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, said = load(size)
-    monkeypatch.setattr(accelerators, "jax_uses_gpus", lambda environment: True)
-    sharing = accelerators.share_out(
+    monkeypatch.setattr(starting, "jax_uses_gpus", lambda environment: True)
+    sharing = starting.share_out(
         servers=config.fleet.servers, share=config.fleet.gpu_share, environment={"CUDA_VISIBLE_DEVICES": "0"}
     )
     assert sharing is not None

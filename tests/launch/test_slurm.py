@@ -151,7 +151,8 @@ def test_failures_are_counted_and_preemptions_are_not(tmp_path: pathlib.Path) ->
 
 
 def test_codes_are_those_of_the_trainer() -> None:
-    assert (settings.LEFT_ON_SIGTERM, settings.COLLAPSED) == (128 + signal.SIGTERM, Collapsed.EXIT_CODE)
+    codes = settings.EXIT_CODES
+    assert (codes["LEFT_ON_SIGTERM"], codes["COLLAPSED"]) == (128 + signal.SIGTERM, Collapsed.EXIT_CODE)
 
 
 def test_what_is_cancelled_is_not_queued_again(tmp_path: pathlib.Path) -> None:

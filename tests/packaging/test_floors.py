@@ -12,8 +12,7 @@ FLOORS = {
     3: "scalerl_jax.config_io",
     4: "scalerl_jax.cli",
     5: "scalerl_jax.scaling scalerl_jax.model scalerl_jax.environments.base",
-    6: "scalerl_jax.learner scalerl_jax.environments launch.accelerators launch.local "
-    "launch.machines launch.rendered launch.launch_flags",
+    6: "scalerl_jax.learner scalerl_jax.environments launch.local launch.machines launch.rendered launch.launch_flags",
     7: "scalerl_jax.rollouts rollout_server launch.starting",
     8: "scalerl_jax.run scalerl_jax.hosts launch.settings",
     9: "scalerl_jax.report scalerl_jax.traces launch.kubernetes launch.slurm",

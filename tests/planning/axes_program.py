@@ -1,17 +1,28 @@
 """Eight virtual devices, fsdp 2 x context 2 x tensor 2, and collectives along each axis, some of them in a loop; prints
 what planning.collectives reads from the compiled program: {axes joined by +: bytes}."""
 
+import collections
 import json
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.planning.collectives import by_axes
+from scalerl_jax.planning.collectives import axes_of, found_in
+from scalerl_jax.planning.hlo import Program
 
 ROUNDS = 5
 WIDTH = 256  # of what a device holds, float32
+
+
+def received(text: str, mesh: Mapping[str, int]) -> dict[str, int]:
+    """Bytes that a device receives in one call of a program, by the axes, joined by +, along which they travel."""
+    total = collections.Counter[str]()
+    for one in found_in(Program(text)):
+        total["+".join(axes_of(one.pairs, mesh))] += one.received
+    return {axes: size for axes, size in sorted(total.items()) if size}
 
 
 def main() -> None:
@@ -28,7 +39,7 @@ def main() -> None:
     whole = P(("fsdp", "context", "tensor"))
     mapped = jax.shard_map(local, mesh=mesh, in_specs=whole, out_specs=P("context"), check_vma=False)
     compiled = jax.jit(mapped).lower(jax.ShapeDtypeStruct((8 * WIDTH,), jnp.float32)).compile()
-    print(json.dumps({"+".join(axes): size for axes, size in by_axes(compiled.as_text(), dict(mesh.shape)).items()}))
+    print(json.dumps(received(compiled.as_text(), dict(mesh.shape))))
 
 
 if __name__ == "__main__":

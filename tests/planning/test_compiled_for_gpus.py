@@ -7,7 +7,7 @@ goes into docs/how_to/plan.md.
 import pytest
 
 from launch.machines import CHIPS
-from scalerl_jax.planning.gpu_targets import TARGETS
+from scalerl_jax.planning.compiled import GPUS
 from tests.planning.compilers import GPU, needs_gpu_compiler, plan
 from tests.planning.test_compiled_for_tpus import CONFIG, GIB, SECONDS, SHORT, received, small
 
@@ -19,8 +19,8 @@ def planned(folder, *flags):
 
 
 def test_every_gpu_whose_figures_are_known_is_described():
-    assert set(TARGETS) == {name for name, chip in CHIPS.items() if chip.memory and not chip.is_tpu}
-    for name, target in TARGETS.items():
+    assert set(GPUS) == {name for name, chip in CHIPS.items() if chip.memory and not chip.is_tpu}
+    for name, target in GPUS.items():
         chip = CHIPS[name]
         assert chip.memory < target.memory and target.memory_rate == pytest.approx(chip.memory_rate, rel=0.01), name
 
@@ -51,10 +51,10 @@ class TestCompiled:
         assert found["plan"]["compiler_warnings"] == {} and "the compiler says" not in said
         assert "cuDNN" in found["plan"]["attention"] and "with a mask" in found["plan"]["attention"]
 
-    @pytest.mark.parametrize("chip", sorted(TARGETS))
+    @pytest.mark.parametrize("chip", sorted(GPUS))
     def test_each_gpu_is_compiled_for(self, tmp_path, chip):
         found, _ = planned(tmp_path, f"--topology={chip}:1", small(tmp_path), *SHORT)
-        assert found["plan"]["compiled"] and TARGETS[chip].name in found["plan"]["attention"]
+        assert found["plan"]["compiled"] and GPUS[chip].name in found["plan"]["attention"]
 
     def test_nodes_send_gradients_over_the_network(self, tmp_path):
         flags = ("--topology=h100:2x2", small(tmp_path), "--config.learner.replica=2", *SHORT)

@@ -7,7 +7,7 @@ import pytest
 from scalerl_jax.learner.trainer import Layout
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.remat import BLOCK, NONE, REMATS
-from scalerl_jax.planning.flops import Flops, of_micro_batch, pairs
+from scalerl_jax.planning.analytic import Flops, of_micro_batch, pairs
 from scalerl_jax.planning.workload import Workload
 from tests.support.models import toy_decoder
 from tests.support.trainers import trainer_of

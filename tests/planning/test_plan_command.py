@@ -12,8 +12,8 @@ from scalerl_jax.cli.plan_flags import VALUES
 from scalerl_jax.config_check import ConfigError
 from scalerl_jax.config_io import GivenConfig, load_file
 from scalerl_jax.model.decoder_config import config_of_file
-from scalerl_jax.planning import compiled, layout_plan, layouts, workload
-from tests.planning.test_generators import written
+from scalerl_jax.planning import compiled, layout_plan, workload
+from tests.planning.test_cost import written
 from tests.support.paths import ROOT
 from tests.support.processes import run_command
 
@@ -166,10 +166,10 @@ def test_what_does_not_fit_has_a_nearest_layout_that_does(capsys):
 
 def test_the_search_passes_over_nothing_nearer():
     asked = question("h100:8", micro_batch_rows=16)
-    first = layout_plan.plan(asked, layouts.own(asked.config, 8))
-    found, _ = layout_plan.search(asked, first, compiles=0, say=print)
+    first = layout_plan.plan(asked, layout_plan.own_choice(asked.config, 8))
+    found, _ = layout_plan.search(asked, first, compiles=0, report=print)
     assert found is not None and found.bytes.over <= 0
-    nearer = [c for c in layouts.others(asked.config, asked.decoder, 8) if c.away < found.choice.away]
+    nearer = [c for c in layout_plan.other_choices(asked.config, asked.decoder, 8) if c.away < found.choice.away]
     assert nearer and all(layout_plan.estimate(asked, choice).bytes.over > 0 for choice in nearer)
 
 
@@ -180,7 +180,7 @@ def test_where_the_state_alone_is_too_large_more_chips_are_asked_for(capsys):
 
 def test_every_layout_has_all_devices_and_takes_no_less_than_its_own_part():
     asked = question("v5p:4x4x4", tensor=4, micro_batch_rows=4)
-    found = layouts.others(asked.config, asked.decoder, 64)
+    found = layout_plan.other_choices(asked.config, asked.decoder, 64)
     assert len({(c.mesh, c.rows, c.remat) for c in found}) == len(found) > 50
     for choice in found:
         sizes = dict(choice.mesh)
@@ -193,8 +193,8 @@ def test_every_layout_has_all_devices_and_takes_no_less_than_its_own_part():
 
 def test_half_the_rows_take_less_memory_and_more_micro_batches():
     asked = question("h200:8", micro_batch_rows=2)
-    own = layouts.own(asked.config, 8)
-    (half,) = [c for c in layouts.others(asked.config, asked.decoder, 8) if c.rows == 1 and c.away == 1]
+    own = layout_plan.own_choice(asked.config, 8)
+    (half,) = [c for c in layout_plan.other_choices(asked.config, asked.decoder, 8) if c.rows == 1 and c.away == 1]
     two, one = layout_plan.estimate(asked, own), layout_plan.estimate(asked, half)
     assert one.bytes.temporaries < two.bytes.temporaries
     assert (two.rows, one.rows) == (16, 8)

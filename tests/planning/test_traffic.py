@@ -16,7 +16,7 @@ def group(*devices: int) -> tuple[tuple[int, int], ...]:
 
 
 def seconds(machine, mesh, devices, size=10**9, kind="all-gather"):
-    (found,) = by_axes([Collective(kind, size, group(*devices), False)], mesh, machine)
+    (found,) = by_axes([Collective(kind, size, group(*devices))], mesh, machine)
     return found
 
 
@@ -81,6 +81,6 @@ def test_what_crosses_slices_goes_over_the_network():
 
 def test_one_axis_is_one_row():
     machine, mesh = parse("v5e:4x4"), {"fsdp": 4, "tensor": 4}
-    some = [Collective("all-gather", 100, group(0, 1, 2, 3), False), Collective("all-reduce", 50, group(4, 5), False)]
+    some = [Collective("all-gather", 100, group(0, 1, 2, 3)), Collective("all-reduce", 50, group(4, 5))]
     (found,) = by_axes(some, mesh, machine)
     assert (found.axes, found.received) == (("tensor",), 150)

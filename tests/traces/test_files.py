@@ -38,7 +38,7 @@ def pair(i, prompt=None):
 def read(config, tokenizer, folder, *, begun=False, **fields):
     for name, value in fields.items():
         setattr(config.sft, name, value)
-    return files.FileTraces(config, tokenizer, str(folder), begun=begun, say=lambda _: None)
+    return files.FileTraces(config, tokenizer, str(folder), begun=begun, log=lambda _: None)
 
 
 def texts(tokenizer, examples):

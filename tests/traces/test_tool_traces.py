@@ -53,7 +53,7 @@ def trace_of(config, tokenizer, tmp_path, row):
     """(token ids, whether each is trained on) of a file with this row."""
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     config.sft.traces = str(tmp_path / "a.jsonl")
-    traces = FileTraces(config, tokenizer, str(tmp_path / "traces"), say=lambda _: None)
+    traces = FileTraces(config, tokenizer, str(tmp_path / "traces"), log=lambda _: None)
     (example,) = traces.batch(0)[:1]
     return example.tokens.tolist(), example.trained.tolist(), traces.notes
 
@@ -211,7 +211,7 @@ def test_columns_that_a_table_fills_with_nulls(folders, tmp_path):
     assert parquet.read_table(tmp_path / "a.parquet")["messages"][0].as_py()[0]["tool_calls"] is None
     config = config_of("qwen2_5")
     config.sft.traces = str(tmp_path / "a.parquet")
-    traces = FileTraces(config, folders["qwen2_5"], str(tmp_path / "traces"), say=lambda _: None)
+    traces = FileTraces(config, folders["qwen2_5"], str(tmp_path / "traces"), log=lambda _: None)
     texts = [folders["qwen2_5"].decode(example.tokens.tolist()) for example in traces.batch(0)[:2]]
     assert sum('{"name": "say", "arguments": {"text": "hi"}}' in text for text in texts) == 1
     assert sum(HERMES.format(2, 3) in text for text in texts) == 1

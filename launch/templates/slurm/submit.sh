@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Submits the jobs of {{ settings.name }}.
 set -euo pipefail
-cd {{ queue.folder | sh }}
+cd {{ folder | sh }}
 mkdir -p {{ state | sh }}/logs
 {% for script in scripts %}
 sbatch {{ script }}

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from launch import accelerators, starting
+from launch import starting
 from launch.local import LocalServers
 from scalerl_jax.config import Config
 from scalerl_jax.config_check import ConfigError, check
@@ -24,10 +24,8 @@ def cuda(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path / "plugins"))
 
 
-def share_out(visible: str, servers: int, **environment: str) -> accelerators.Sharing | None:
-    return accelerators.share_out(
-        servers=servers, share=0.4, environment={"CUDA_VISIBLE_DEVICES": visible, **environment}
-    )
+def share_out(visible: str, servers: int, **environment: str) -> starting.Sharing | None:
+    return starting.share_out(servers=servers, share=0.4, environment={"CUDA_VISIBLE_DEVICES": visible, **environment})
 
 
 def test_one_gpu_is_shared_by_all(cuda: None) -> None:
@@ -53,7 +51,7 @@ def test_no_gpu_is_promised_twice(cuda: None, gpus: int, servers: int) -> None:
         for name in environment.get("CUDA_VISIBLE_DEVICES", ",".join(names)).split(","):
             # What JAX takes by itself where nobody says otherwise is three quarters.
             taken[name] += float(environment.get(FRACTION, 0.75))
-    assert all(0 < share <= 1 - accelerators.SPARE + 0.005 for share in taken.values()), taken
+    assert all(0 < share <= 1 - starting.SPARE + 0.005 for share in taken.values()), taken
     if gpus > servers:
         assert all(FRACTION not in environment for environment in processes)
 
@@ -74,7 +72,7 @@ def test_there_is_nothing_to_share_without_gpus(cuda: None, monkeypatch: pytest.
 
 
 def test_looking_imports_no_jax() -> None:
-    program = "import sys; from launch import accelerators; accelerators.share_out(servers=1, share=.4)"
+    program = "import sys; from launch import starting; starting.share_out(servers=1, share=.4)"
     program += "; print([name for name in ('jax', 'jaxlib') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -111,7 +109,7 @@ def test_a_share_that_leaves_nothing_is_refused(share: float) -> None:
 
 def test_too_many_vllm_servers_for_one_gpu_are_refused(cuda: None) -> None:
     with pytest.raises(ValueError, match=r"config.fleet.gpu_share=0.4: 9 of config.fleet.servers=9 are on one GPU"):
-        accelerators.share_out(servers=9, share=0.4, engine="vllm", environment={"CUDA_VISIBLE_DEVICES": "0"})
+        starting.share_out(servers=9, share=0.4, engine="vllm", environment={"CUDA_VISIBLE_DEVICES": "0"})
 
 
 def test_a_driver_that_hangs_is_no_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
