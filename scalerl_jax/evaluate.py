@@ -39,10 +39,10 @@ from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_c
 from scalerl_jax.model.hf import Tensors, to_hf
 from scalerl_jax.model.tensor_layout import layout
 from scalerl_jax.report.evaluation_table import evaluation_table
-from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.evaluator import Evaluator
 from scalerl_jax.rollouts.requests import Requests
-from scalerl_jax.rollouts.servers.context import Servers
+from scalerl_jax.rollouts.servers.discovery import Servers
+from scalerl_jax.rollouts.servers.validate_status import FleetError, ProbeError
 from scalerl_jax.run import compute_dtype, continuing
 from scalerl_jax.run.evaluation_folder import EvaluationFolder
 from scalerl_jax.run.evaluation_request import asked

@@ -1,4 +1,4 @@
-"""Joins the hosts of one trainer: first by their own line (link.py), then by jax.distributed.
+"""Whether scalerl-train is one host of several, and how these join: by their own line (link.py), then jax.distributed.
 
 Nothing may have queried JAX's devices before. The first host listens at the address given to all; JAX's own
 coordinator, which the first host runs too, is at a free port of it, which is sent to the others on that line.
@@ -12,18 +12,51 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
 from scalerl_jax.config import Config
 from scalerl_jax.config_io import to_json
+from scalerl_jax.hosts import rank as ranks
+from scalerl_jax.hosts.follow import follow
+from scalerl_jax.hosts.lead import Lead
 from scalerl_jax.hosts.link import BEAT_SECONDS, JOIN_SECONDS, SILENCE_SECONDS, FirstHost, OtherHost
 from scalerl_jax.hosts.rank import Rank
+from scalerl_jax.rollouts.servers.discovery import Discovery, read_credentials
 from scalerl_jax.system import signals
 
 # JAX's own watch over the hosts, later than link.SILENCE_SECONDS: it ends a process with a dump of its stack.
 HEARTBEAT_SECONDS = 45
 SHUTDOWN_SECONDS = 20
+
+
+def enter(config: Config, flags: Any, stack: contextlib.ExitStack) -> Lead | None:
+    """None if there is one host. On the first of several: its Lead of the others, until the stack is closed.
+
+    Another host follows the first one's commands and exits with its exit code (SystemExit). To be called before
+    anything queries JAX's devices. Raises ValueError, one line, if the hosts cannot join.
+
+    flags: those of scalerl-train.
+    """
+    rank = ranks.find(flags.hosts, coordinator=flags.coordinator, count=flags.host_count, index=flags.host_index)
+    if rank is None:
+        return None
+    print(rank, file=sys.stderr, flush=True)
+    if not flags.servers:
+        raise ValueError("--servers: needed with several hosts, each of which sends its part of the weights to them")
+    if rank.first:
+        first = stack.enter_context(joined(rank, config, flags.workdir))
+        assert isinstance(first, FirstHost)
+        return Lead(first)
+    credentials = read_credentials(config.fleet, name=Discovery(flags.servers).name)
+    with joined(rank, config, flags.workdir) as other:
+        assert isinstance(other, OtherHost)
+        signals.be(signals.HOLD)
+        code = follow(rank=rank, other=other, workdir=flags.workdir, credentials=credentials)
+    if code:
+        leave_alone(code)
+    raise SystemExit(code)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
     other -> first   hello {index, ...}     beat*   reply {to, ...}*   stopping {why}   failed {line, code}
     first -> other   welcome {...}          beat*   commands*          end {line, code}
 
-One gRPC stream for each of the others, of frames (frames.py). Each end sends a beat every BEAT_SECONDS; one that hears
+One gRPC stream for each of the others, of frames. Each end sends a beat every BEAT_SECONDS; one that hears
 nothing for SILENCE_SECONDS, or whose stream breaks before `end` or `failed`, has lost the other. A host that is lost
 ends all: the main thread may hang in a computation with it for ever, so the process exits from the line's own thread,
 with the reason, after the functions registered with signals.before_exit(). Time in which this process itself was
@@ -16,6 +16,7 @@ The hosts trust their network, as jax.distributed does: there is no TLS here.
 import concurrent.futures
 import dataclasses
 import itertools
+import json
 import os
 import queue
 import socket
@@ -26,11 +27,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
+import numpy as np
 from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from scalerl_jax.contract.limits import KEEPALIVE_SECONDS, PROXY
 from scalerl_jax.contract.peer_text import printable
-from scalerl_jax.hosts.frames import Frame
 from scalerl_jax.system import signals
 
 BEAT_SECONDS = 1.0
@@ -55,6 +57,33 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 250),
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
+_HEAD = "frame"
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """A message between the hosts: a kind, fields that JSON can hold, and named arrays.
+
+    Its bytes are those of a safetensors file, with kind and fields in a separate tensor: never pickle.
+    """
+
+    kind: str
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        head = json.dumps([self.kind, dict(self.fields)]).encode()
+        return save(
+            {_HEAD: np.frombuffer(head, np.uint8), **{k: np.ascontiguousarray(v) for k, v in self.arrays.items()}}
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Frame":
+        arrays = load(data)
+        kind, fields = json.loads(arrays.pop(_HEAD).tobytes())
+        return cls(kind, fields, arrays)
+
+
 _BEAT = Frame("beat")
 
 

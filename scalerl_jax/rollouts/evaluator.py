@@ -18,15 +18,13 @@ from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Row, Score
 from scalerl_jax.environments.agent import Agents
 from scalerl_jax.environments.episode_pool import EpisodePool
-from scalerl_jax.rollouts.errors import ProbeError
 from scalerl_jax.rollouts.fleet import POLL_SECONDS, Fleet
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
-from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.pacing import Pipeline
 from scalerl_jax.rollouts.requests import Requests
-from scalerl_jax.rollouts.servers.context import Servers
-from scalerl_jax.rollouts.servers.validate_status import Expected, compare
-from scalerl_jax.rollouts.weights.publisher import Source
+from scalerl_jax.rollouts.servers.discovery import Servers
+from scalerl_jax.rollouts.servers.validate_status import Expected, ProbeError, compare
+from scalerl_jax.rollouts.weights.publisher import Incarnation, Source
 
 
 def check_server(server: str, status: pb.StatusReply, *, expected: Expected, ours: int, take_over: bool) -> None:
@@ -106,8 +104,8 @@ class Evaluator:
         evaluation = fleet.evaluate(self._version, rows, self._samples)
         while len(done) < len(rows):
             self._check()
-            for candidate in fleet.candidates.due():
-                fleet.candidates.admit(candidate.process.address)
+            for candidate in fleet.trust.due():
+                fleet.trust.admit(candidate.process.address)
             found = fleet.evaluated(but=done)
             done.update(group.number for group in found)
             yield from found

@@ -134,15 +134,15 @@ class Probe:
         call raises ProbeError.
         """
         admitted = []
-        for candidate in fleet.candidates.due():
+        for candidate in fleet.trust.due():
             samples = [(prompt.token_ids, completion) for prompt, completion in candidate.samples]
             found = mismatch(samples, self.score(samples))
             server, what = candidate.process.address, self._too_far(found)
             if what:
-                fleet.candidates.reject(server, f"server {server}: {what}")
+                fleet.trust.reject(server, f"server {server}: {what}")
             else:
                 admitted.append((server, found))
-                fleet.candidates.admit(server)
+                fleet.trust.admit(server)
         return admitted
 
     def compare_again(

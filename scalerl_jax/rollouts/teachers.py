@@ -36,11 +36,9 @@ from scalerl_jax.contract.codec import TeacherScores
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments import Row
 from scalerl_jax.learner.batch import prompt_of
-from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.loop_thread import LoopThread, on_loop, watched
-from scalerl_jax.rollouts.servers import credentials
 from scalerl_jax.rollouts.servers.client import ServerClient
-from scalerl_jax.rollouts.servers.discovery import Discovery
+from scalerl_jax.rollouts.servers.discovery import Discovery, read_credentials
 from scalerl_jax.rollouts.servers.teacher_server import (
     OTHER_TOKENIZER,
     PAUSE_SECONDS,
@@ -49,7 +47,7 @@ from scalerl_jax.rollouts.servers.teacher_server import (
     taken_nothing,
     vocabulary_of,
 )
-from scalerl_jax.rollouts.servers.validate_status import Expected
+from scalerl_jax.rollouts.servers.validate_status import Expected, FleetError, ProbeError
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +81,7 @@ def where_of(config: Config, rows: Sequence[Row], expected: Expected) -> dict[st
             raise ValueError(f"{field}={text}: no such folder")
         else:
             listed = Discovery(text, field=field)
-            shown = credentials.read(config.fleet, name=listed.name)
+            shown = read_credentials(config.fleet, name=listed.name)
             found[name] = Where(listed.resolve(), listed.resolve if listed.changes else None, credentials=shown)
     named = {teacher_of(config, row) for row in rows}
     if found and named <= {""}:
@@ -220,11 +218,11 @@ class Teachers:
         """Scores by the policy that a generator of the run holds; tries another generator after a failure."""
         seconds, failed = self._config.distill.seconds, ""
         while True:
-            free = [client for client in self._students() if client.calls.scores < STUDENT_CALLS]
-            client = min(free, key=lambda client: (client.address == failed, client.calls.scores), default=None)
+            free = [client for client in self._students() if client.scores < STUDENT_CALLS]
+            client = min(free, key=lambda client: (client.address == failed, client.scores), default=None)
             if client is not None:
                 failed = client.address
-                if (scores := await client.calls.score(request, seconds=seconds)) is not None:
+                if (scores := await client.score(request, seconds=seconds)) is not None:
                     self._freed.set()
                     return scores
             self._freed.clear()

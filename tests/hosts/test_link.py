@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from scalerl_jax.hosts import link
-from scalerl_jax.hosts.frames import Frame
-from scalerl_jax.hosts.link import LOST, FirstHost, JoinError, OtherHost
+from scalerl_jax.hosts.link import LOST, FirstHost, Frame, JoinError, OtherHost
 from tests.support.ports import hold, port_of
 from tests.support.processes import SECONDS as ENDS
 from tests.support.processes import begin_python

@@ -4,10 +4,10 @@ import concurrent.futures
 
 import pytest
 
-from scalerl_jax.rollouts.errors import EvaluationLost
+from scalerl_jax.rollouts.evaluation import EvaluationLost
 from scalerl_jax.rollouts.evaluator import Evaluator
-from scalerl_jax.rollouts.fleet import Servers
 from scalerl_jax.rollouts.requests import Requests
+from scalerl_jax.rollouts.servers.discovery import Servers
 from scalerl_jax.rollouts.servers.validate_status import Expected
 from tests.rollouts.small_trainer import VOCABULARY, ByteTokenizer, Trainer, config, row, score, weights
 from tests.support.waiting import eventually

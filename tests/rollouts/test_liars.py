@@ -8,8 +8,8 @@ import pytest
 
 from scalerl_jax.contract import limits
 from scalerl_jax.contract import rollout_pb2 as pb
-from scalerl_jax.rollouts.errors import FleetError
 from scalerl_jax.rollouts.servers import offences
+from scalerl_jax.rollouts.servers.validate_status import FleetError
 from tests.rollouts.clock import waits_for_one
 from tests.rollouts.liar import Liar, is_probe
 from tests.rollouts.small_trainer import Trainer, config

@@ -30,11 +30,10 @@ from scalerl_jax.contract import codec, peer_text, security
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.rollouts.loop_thread import watched
-from scalerl_jax.rollouts.servers import validate_status
-from scalerl_jax.rollouts.servers.calls import describe
-from scalerl_jax.rollouts.servers.credentials import Plaintext
+from scalerl_jax.rollouts.servers.discovery import Plaintext
+from scalerl_jax.rollouts.servers.server_state import describe
 from scalerl_jax.rollouts.servers.validate import validate
-from scalerl_jax.rollouts.servers.validate_status import Expected
+from scalerl_jax.rollouts.servers.validate_status import Expected, Found, StatusCheck, clock
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ class TeacherServer:
         self.address, self._context, self._config = address, context, context.config
         Plaintext(context.credentials).dial(address)
         self._channel = security.connect(address, context.credentials)
-        self._stub, self._statuses = Stub(self._channel), validate_status.StatusCheck()
+        self._stub, self._statuses = Stub(self._channel), StatusCheck()
         self.status = pb.StatusReply()
         self.admitted = False  # it may be asked
         self.refused = ""  # the process that was rejected, while no other answers
@@ -130,7 +129,7 @@ class TeacherServer:
             await self._channel.close()
 
     async def _poll(self) -> None:
-        asked_at, fleet = validate_status.clock(), self._config.fleet
+        asked_at, fleet = clock(), self._config.fleet
         try:
             status = await self._stub.Status(pb.StatusRequest(), timeout=fleet.status_seconds)
         except grpc.aio.AioRpcError as error:
@@ -138,9 +137,9 @@ class TeacherServer:
             if not late or time.monotonic() - self._heard_at > fleet.silence_seconds:
                 self._lose(security.refusal(error, self._context.credentials) or describe(error))
             return
-        found = validate_status.Found("it cannot be decoded")
+        found = Found("it cannot be decoded")
         if status is not None:
-            found = self._statuses.check(status, asked_at=asked_at, heard_at=validate_status.clock())
+            found = self._statuses.check(status, asked_at=asked_at, heard_at=clock())
         if found.lie:
             self._lose(f"its status cannot be true: {found.lie}")
             return

@@ -4,7 +4,7 @@
     push     = header, chunks, commit ->  <- resend*, then applied | refused | full_sync
 
 The latest version wins: a server that is behind gets the newest one, not those between; a transfer that has begun is
-finished first. A server gets a delta if one is kept from the version of this trainer that it holds (deltas.py).
+finished first. A server gets a delta if one is kept from the version of this trainer that it holds (DeltaCache).
 Otherwise, or if it answers `full_sync` (its copy is not the one we assumed), it gets a dense version.
 
 Dense tensors may be given as a function that copies them to the host. It runs on a separate thread, during the
@@ -26,18 +26,54 @@ from typing import Any, cast
 from scalerl_jax.contract import codec
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.rollouts.group_buffer import Process
-from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.loop_thread import log_fault, watched
 from scalerl_jax.rollouts.weights import payload as payload_lib
-from scalerl_jax.rollouts.weights.deltas import DeltaCache
 from scalerl_jax.rollouts.weights.parts import PartPush, Parts
-from scalerl_jax.rollouts.weights.payload import Payload, TensorBlocks, Tensors
+from scalerl_jax.rollouts.weights.payload import DeltaCache, Payload, TensorBlocks, Tensors
 from scalerl_jax.rollouts.weights.push import Push, PushReport, together
 
 _log = logging.getLogger(__name__)
 
+MOST = 2**64 - 1  # what fits in the contract
+HEARD = 2**62  # bound for servers that are outranked: the year 2116. A run itself counts further, see run/folder.py
+
 # With several hosts: a function that returns this host's blocks of each tensor.
 Source = Tensors | Callable[[], Tensors] | Callable[[], TensorBlocks]
+
+
+class Incarnation:
+    """The number by which servers identify this trainer process. Of two trainers, a server obeys the later one.
+
+        at its start    ours is raised above any that a server reports, so that a clock that is behind does no harm
+        from the first version on    it is fixed. A server that reports a larger one was taken over by a trainer that
+                        was started after us: it is superseded, and left alone
+
+    So two trainers on one fleet do not take it from each other in turn: the later one keeps it, the earlier one waits
+    and reports that. A server that appears later with a larger incarnation of a finished run (its clock was ahead) is
+    superseded too, until it is restarted: we cannot tell the two apart, and taking it would need a new incarnation
+    mid-run.
+
+    Incarnations are nanoseconds since 1970, so none comes near HEARD for a century. A server that reports one above
+    HEARD made it up: it is superseded and left alone, because a trainer above that would leave no numbers for later
+    ones.
+
+    raised: called with a value that replaces the one given.
+    """
+
+    def __init__(self, value: int, raised: Callable[[int], None] = lambda value: None):
+        assert 0 < value <= MOST
+        self.value, self._raised, self._settled = value, raised, False
+
+    def settle(self) -> None:
+        """Fixes the value: the first version is published with it."""
+        self._settled = True
+
+    def outranks(self, theirs: int) -> bool:
+        """Whether a server that reports `theirs` may be ours: its trainer is an earlier one, none, or this one."""
+        if not self._settled and self.value <= theirs < HEARD:
+            self.value = theirs + 1
+            self._raised(self.value)
+        return theirs <= self.value
 
 
 class Publisher:

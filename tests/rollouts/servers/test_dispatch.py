@@ -17,7 +17,6 @@ class Server:
         self.process = Process(address, "1")
         self.asked: list[int] = []
         self.requests: list = []
-        self.calls = self
 
     @property
     def load(self) -> float:
