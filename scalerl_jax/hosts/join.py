@@ -74,16 +74,19 @@ def joined(rank: Rank, config: Config, workdir: str) -> Iterator[FirstHost | Oth
     host = rank.coordinator.rpartition(":")[0]
     if rank.first:
         first = FirstHost(rank.coordinator, rank.count, greeting=greeting, welcome=lambda: {"port": _free_port()})
-        with _ending(first):
+        signals.before_exit(lambda: first.end("it was told to stop", 128 + signals.number()))
+        with _reporting(first.end):
             port = first.wait_for_all(lambda line: print(line, file=sys.stderr, flush=True))["port"]
             _initialize(f"{host}:{port}", rank, bind=f"0.0.0.0:{port}")
             yield first
+        first.end("", 0)
     else:
         other = OtherHost(rank.coordinator, rank.index, greeting=greeting)
-        with _failing(other):
+        with _reporting(other.fail):
             port = other.welcome()["port"]
             _initialize(f"{host}:{port}", rank)
             yield other
+        other.close()
 
 
 def _initialize(address: str, rank: Rank, bind: str | None = None) -> None:
@@ -109,36 +112,18 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _ending(first: FirstHost) -> Iterator[None]:
-    """However the first host exits, it sends the reason to the others."""
-    signals.before_exit(lambda: first.end("it was told to stop", 128 + signals.number()))
+def _reporting(fail: Callable[[str, int], None]) -> Iterator[None]:
+    """If this host cannot continue, all end: `fail` sends the others its error, in one line, and its exit code."""
     try:
         yield
     except BaseException as error:
-        _tell(error, first.end)
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            # If a host is gone a computation fails before it is known which: the line detects it, and exits.
+            time.sleep(SILENCE_SECONDS + 4 * BEAT_SECONDS)
+        code = _code_of(error)
+        leave_alone(code)
+        fail((str(error).strip().splitlines() or [type(error).__name__])[0], code)
         raise
-    first.end("", 0)
-
-
-@contextlib.contextmanager
-def _failing(other: OtherHost) -> Iterator[None]:
-    """A host that cannot continue ends all."""
-    try:
-        yield
-    except BaseException as error:
-        _tell(error, other.fail)
-        raise
-    other.close()
-
-
-def _tell(error: BaseException, say: Callable[[str, int], None]) -> None:
-    """Sends this host's final error, in one line, and its exit code to the other hosts."""
-    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-        # If a host is gone a computation fails before it is known which: the line detects it, and exits.
-        time.sleep(SILENCE_SECONDS + 4 * BEAT_SECONDS)
-    code = _code_of(error)
-    leave_alone(code)
-    say((str(error).strip().splitlines() or [type(error).__name__])[0], code)
 
 
 def leave_alone(code: int) -> None:

@@ -134,7 +134,7 @@ class _LeadTrainer(Trainer):
         super().__init__(**arguments)
         self._first, self._host_rows = first, self._rows_of_hosts()
 
-    def _tell(self, what: str, segments: Sequence[Placed], beside: Sequence[Placed] = (), **fields: Any) -> None:
+    def _send(self, what: str, segments: Sequence[Placed], beside: Sequence[Placed] = (), **fields: Any) -> None:
         """Sends to each host the segments that lie in its rows."""
         every = [*segments, *beside]
         where = first_fit(
@@ -145,7 +145,7 @@ class _LeadTrainer(Trainer):
             rows = self._host_rows.get(index, set())
             wanted = {place for place, (row, _) in enumerate(where) if row % self.rows in rows}
             for frame in frames(what, segments, beside, wanted, **fields):
-                self._first.tell(frame, to=index)
+                self._first.send(frame, to=index)
 
     def _rows_of_hosts(self) -> dict[int, set[int]]:
         """The rows of a micro-batch that each host has at least some positions of, by its number."""
@@ -165,35 +165,35 @@ class _LeadTrainer(Trainer):
         before_micro_batch: Callable[[], None] = lambda: None,
     ) -> Pending:
         values = dataclasses.asdict(objective) if objective is not None else None
-        self._tell("forward_backward", segments, beside, objective=values, add=add_to is not None)
+        self._send("forward_backward", segments, beside, objective=values, add=add_to is not None)
 
-        def tell_next() -> None:
+        def send_next() -> None:
             before_micro_batch()
-            self._first.tell(Frame(NEXT))
+            self._first.send(Frame(NEXT))
 
         return super().forward_backward(
-            segments, beside=beside, objective=objective, add_to=add_to, before_micro_batch=tell_next
+            segments, beside=beside, objective=objective, add_to=add_to, before_micro_batch=send_next
         )
 
     def optim_step(
         self, pending: Pending, *, learning_rate: float | None = None, optimizer: OptimizerConfig | None = None
     ) -> dict[str, Any]:
         values = dataclasses.asdict(optimizer) if optimizer is not None else None
-        self._first.tell(Frame("optim_step", {"learning_rate": learning_rate, "optimizer": values}))
+        self._first.send(Frame("optim_step", {"learning_rate": learning_rate, "optimizer": values}))
         return super().optim_step(pending, learning_rate=learning_rate, optimizer=optimizer)
 
     def score(self, segments: Sequence[Placed]) -> list[np.ndarray]:
-        self._tell("score", segments)
+        self._send("score", segments)
         return super().score(segments)
 
     def version(self, step: int) -> Version:
-        self._first.tell(Frame("version", {"step": step}))
+        self._first.send(Frame("version", {"step": step}))
         return super().version(step)
 
     def save(
         self, checkpoints: Checkpoints, step: int, *, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     ) -> None:
-        self._first.tell(Frame("save", {"step": step, "manifest": dict(manifest)}, arrays))
+        self._first.send(Frame("save", {"step": step, "manifest": dict(manifest)}, arrays))
         super().save(checkpoints, step, manifest=manifest, arrays=arrays)
 
 
@@ -210,7 +210,7 @@ class Lead:
     def begin(self, config: Config, *, maximum_tokens: int, incarnation: int) -> None:
         """Lets all hosts make their trainers, and read the checkpoint or the model."""
         fields = {"config": to_json(config), "maximum_tokens": maximum_tokens, "incarnation": incarnation}
-        self._first.tell(Frame("begin", fields))
+        self._first.send(Frame("begin", fields))
 
     def trainer(self, **arguments: Any) -> Trainer:
         """arguments: of Trainer."""
@@ -222,7 +222,7 @@ class Lead:
             dtype=trainer.sync_dtype,
             shapes=hf_tensors(trainer.decoder),
             push=self._push,
-            keep=lambda until, steps: self._first.tell(Frame("keep", {"until": until, "steps": steps})),
+            keep=lambda until, steps: self._first.send(Frame("keep", {"until": until, "steps": steps})),
         )
 
     async def _push(self, wanted: PartPush) -> list[PushReport]:

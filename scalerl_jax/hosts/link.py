@@ -190,7 +190,7 @@ class FirstHost:
     def others(self) -> range:
         return range(1, self._count)
 
-    def wait_for_all(self, tell: Callable[[str], None], *, seconds: float = JOIN_SECONDS) -> Mapping[str, Any]:
+    def wait_for_all(self, report: Callable[[str], None], *, seconds: float = JOIN_SECONDS) -> Mapping[str, Any]:
         """Waits for the hello of each of the others; returns the fields that they get. Raises JoinError."""
         until, reported_at = time.monotonic() + seconds, time.monotonic()
         with self._changed:
@@ -202,14 +202,14 @@ class FirstHost:
                     raise JoinError(f"host {', '.join(missing)} of {self._count} did not come within {seconds:.0f} s")
                 if time.monotonic() - reported_at > 30:
                     reported_at = time.monotonic()
-                    tell(f"waiting for host {', '.join(missing)} of {self._count}")
+                    report(f"waiting for host {', '.join(missing)} of {self._count}")
                 self._changed.wait(0.5)
             welcome = self._welcome()
             for line in self._lines.values():
                 line.send(Frame("welcome", welcome))
             return welcome
 
-    def tell(self, frame: Frame, *, to: int | None = None) -> None:
+    def send(self, frame: Frame, *, to: int | None = None) -> None:
         """Sends a frame to one of the others, or to all; in order."""
         for index in self.others if to is None else (to,):
             self._lines[index].send(frame)
@@ -220,7 +220,7 @@ class FirstHost:
         with self._lock:
             number = next(self._numbers)
             self._replies[to, number] = future
-        self.tell(dataclasses.replace(frame, fields={**frame.fields, "number": number}), to=to)
+        self.send(dataclasses.replace(frame, fields={**frame.fields, "number": number}), to=to)
         return future
 
     def end(self, line: str, code: int) -> None:

@@ -3,7 +3,7 @@
 fleet         everything below on one thread, behind blocking calls
 pacing        which group may be asked of a server that holds which version, and when a batch may be trained
 group_buffer  groups in flight, ready, pending; which server was asked for what
-requests      builds the requests: ids, seeds, budgets
+requests      builds the requests: ids, seeds, budgets; checks a completion before it is used
 trust         admission of servers; dismissal of admitted ones: their completions are requested again
 evaluation    one version pinned on some servers
 status        what the trainer waits for, for how long, how deep the queues are
@@ -11,7 +11,7 @@ servers/      one server seen from the trainer, and all of them
     server_state   its state, and every change of it; the requests sent to it
     client         its heartbeat, and the reactions to it; versions sent to it, and its samples for the probe
     offences       its offences, and how much work it may hold after them
-    validate       checks a completion before it is used; validate_status: checks a status
+    validate_status  checks a status
     pool           the fleet's current servers
     discovery      parses --servers, and reads the credentials that servers are shown
 weights/      versions sent to servers

@@ -67,7 +67,7 @@ class Evaluator:
 
         self._check = check
 
-        def met(server: str, status: pb.StatusReply) -> None:
+        def check_met(server: str, status: pb.StatusReply) -> None:
             check_server(server, status, expected=expected, ours=incarnation.value, take_over=take_over)
 
         def nothing(number: int) -> Row:
@@ -75,7 +75,7 @@ class Evaluator:
 
         self._fleet = Fleet(
             config,
-            servers=dataclasses.replace(servers, check=met),
+            servers=dataclasses.replace(servers, check=check_met),
             requests=requests,
             buffer=requests.training_groups(Pipeline(k=1, groups=1, batches=0), nothing, trained=0),
             incarnation=incarnation,

@@ -283,9 +283,9 @@ class _Teacher:
             else:
                 began = math.inf
             if self._where.resolve is not None:
-                await self._look(self._where.resolve)
+                await self._list_again(self._where.resolve)
 
-    async def _look(self, resolve: Callable[[], Sequence[str]]) -> None:
+    async def _list_again(self, resolve: Callable[[], Sequence[str]]) -> None:
         try:
             self._list(await asyncio.get_running_loop().run_in_executor(None, resolve))
             self._complaint = ""
@@ -313,7 +313,7 @@ class _Teacher:
     def _pump(self) -> None:
         """Sends waiting sequences to every server that may be asked."""
         now, admitted = time.monotonic(), [s for s in self._servers.values() if s.admitted]
-        self._say_whether_lost(bool(admitted))
+        self._log_whether_lost(bool(admitted))
         while self._queue:
             free = [s for s in admitted if len(s.calls) < CALLS and s.free_at <= now]
             for server in sorted(free, key=lambda s: s.load):
@@ -356,7 +356,7 @@ class _Teacher:
         self.row["asked_again"] += len(sequences)
         self._pump()
 
-    def _say_whether_lost(self, there: bool) -> None:
+    def _log_whether_lost(self, there: bool) -> None:
         if self._lost == there:
             self._lost = not there
             if there:

@@ -21,10 +21,9 @@ from scalerl_jax.model.safetensors_folder import Tensors
 from scalerl_jax.rollouts import teachers as teachers_lib
 from scalerl_jax.rollouts import trust
 from scalerl_jax.rollouts.parity import LIMITS_WITH_EXPERTS
-from scalerl_jax.rollouts.requests import Requests
+from scalerl_jax.rollouts.requests import Requests, Routed
 from scalerl_jax.rollouts.servers import teacher_server
 from scalerl_jax.rollouts.servers.discovery import Discovery, Servers, read_credentials
-from scalerl_jax.rollouts.servers.validate import Routed
 from scalerl_jax.rollouts.servers.validate_status import Expected, ProbeError, compare
 from scalerl_jax.run import continuing, inputs
 from scalerl_jax.run.folder import RunFolder

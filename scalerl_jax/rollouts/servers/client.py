@@ -217,9 +217,9 @@ class ServerClient(ServerState):
         self.status = status
 
     def _supersede(self, incarnation: int) -> None:
-        met = self.state in ANSWERING
+        answered = self.state in ANSWERING
         self.lose("")
-        if met:
+        if answered:
             self.refuse(GONE, "it is another trainer's now")
         if not self.record.banished:
             self.enter(SUPERSEDED, SUPERSEDED_BY.format(incarnation, self._incarnation.value))
@@ -275,9 +275,9 @@ class ServerClient(ServerState):
 
     def _gone(self, reason: str) -> None:
         """Gives up a server that no longer answers. If it had been met this counts as a refusal, see offences.py."""
-        met = self.state in (*ANSWERING, SUPERSEDED)
+        answered = self.state in (*ANSWERING, SUPERSEDED)
         self.lose(reason)
-        if met:
+        if answered:
             self.refuse(GONE, reason)
 
     # ---- upkeep

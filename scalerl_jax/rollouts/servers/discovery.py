@@ -23,7 +23,7 @@ from scalerl_jax.config import FleetConfig
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract import security
 from scalerl_jax.environments import Row
-from scalerl_jax.rollouts.servers.validate import Routed
+from scalerl_jax.rollouts.requests import Routed
 
 _log = logging.getLogger(__name__)
 

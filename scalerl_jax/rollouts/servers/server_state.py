@@ -50,10 +50,9 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, Process, RolloutRequest
-from scalerl_jax.rollouts.requests import Requests
+from scalerl_jax.rollouts.requests import Requests, validate
 from scalerl_jax.rollouts.servers.discovery import Servers
 from scalerl_jax.rollouts.servers.offences import Consequence, Record, Records, free_capacity
-from scalerl_jax.rollouts.servers.validate import validate
 from scalerl_jax.rollouts.weights.publisher import Incarnation, Publisher
 
 _log = logging.getLogger(__name__)

@@ -30,9 +30,9 @@ from scalerl_jax.contract import codec, peer_text, security
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.rollouts.loop_thread import watched
+from scalerl_jax.rollouts.requests import validate
 from scalerl_jax.rollouts.servers.discovery import Plaintext
 from scalerl_jax.rollouts.servers.server_state import describe
-from scalerl_jax.rollouts.servers.validate import validate
 from scalerl_jax.rollouts.servers.validate_status import Expected, Found, StatusCheck, clock
 
 _log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class TeacherServer:
         self.status = pb.StatusReply()
         self.admitted = False  # it may be asked
         self.refused = ""  # the process that was rejected, while no other answers
-        self._say("not reached yet")
+        self._set_reason("not reached yet")
         self.calls: dict[asyncio.Task[None], int] = {}  # tokens of each
         self.free_at, self._heard_at = 0.0, -math.inf
         self._failures = 0  # in a row, of this process
@@ -257,7 +257,7 @@ class TeacherServer:
             return
         self._failures += not taken_nothing(error)
         now, times = time.monotonic(), self._limit.happened(str(code), now=time.monotonic())
-        self._say(why)
+        self._set_reason(why)
         if isinstance(error, ValueError) or code is grpc.StatusCode.INVALID_ARGUMENT or self._failures >= FAILURES:
             _log.warning("%s; it is not asked any more", self.reason)
             self.refused, self.admitted = self.status.server_id, False
@@ -271,15 +271,15 @@ class TeacherServer:
 
     def _lose(self, why: str) -> None:
         """Its requests go to another server; it is met again when it answers."""
-        self._say(why)
+        self._set_reason(why)
         if self.admitted:
             _log.warning("%s", self.reason)
         self.admitted = False
         self._end_calls()
         self._context.changed()
 
-    def _say(self, why: str) -> None:
-        """Sets the reason why it cannot be asked."""
+    def _set_reason(self, why: str) -> None:
+        """Why it cannot be asked."""
         self.reason = f"teacher {self._context.name}, server {self.address}: {peer_text.printable(why, longest=600)}"
 
     def _end_calls(self) -> None:
