@@ -202,8 +202,8 @@ def main(given: GivenConfig) -> None:
                 missing = [row for row in rows if row.index not in there.prompts]
                 if missing:
                     weights = checkpoint_weights(config, workdir, step) if step else folder_weights(config)
-                    evaluator = evaluator or stack.enter_context(started(config, out, rows, tokenizer))
-                    for group in evaluator.evaluate(weights, missing, wait=lambda why: progress.update(waiting=why)):
+                    evaluator = evaluator or stack.enter_context(started(config, out, rows, tokenizer, progress))
+                    for group in evaluator.evaluate(weights, missing):
                         there.add(group, tokenizer, rollout=config.rollout)
                         progress.update(step=before * len(rows) + len(there.prompts), note=there.so_far())
                 folder.add_row({"step": step, "key": keys[step], **compute.get(step, {}), **there.row()})
@@ -218,7 +218,9 @@ def main(given: GivenConfig) -> None:
 
 
 @contextlib.contextmanager
-def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer) -> Iterator[Evaluator]:
+def started(
+    config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer, progress: ProgressLine
+) -> Iterator[Evaluator]:
     """Starts the given or local servers, the scorer, and the evaluator over them."""
     requests, decoder = Requests(config, tokenizer), decoder_of(config)
     given = given_servers(config, FLAGS.servers)
@@ -241,6 +243,12 @@ def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer)
             share = 1 - 2 * accelerators.SPARE
             local = StartingServers(config, out, maximum_tokens=maximum_tokens, share=share)
             addresses = stack.enter_context(local).servers().addresses
+
+        def wait(why: str) -> None:
+            if local is not None:
+                local.check()
+            progress.update(waiting=why)
+
         servers = Servers(addresses, probe_prompts=rows, resolve=given.resolve, credentials=given.credentials)
         yield stack.enter_context(
             Evaluator(
@@ -249,10 +257,10 @@ def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer)
                 expected=expected,
                 requests=requests,
                 score=scorer.score,
+                wait=wait,
                 episodes=scorer.episodes,
                 agents=agents,
                 take_over=local is not None or FLAGS.take,
-                check=local.servers().check if local is not None else lambda: None,
             )
         )
 

@@ -27,21 +27,6 @@ from scalerl_jax.rollouts.servers.validate_status import Expected, ProbeError, c
 from scalerl_jax.rollouts.weights.publisher import Incarnation, Source
 
 
-def check_server(server: str, status: pb.StatusReply, *, expected: Expected, ours: int, take_over: bool) -> None:
-    """Raises ProbeError if a server cannot be used for this evaluation.
-
-    ours: the incarnation of this evaluation. take_over: also accept a server that holds a trainer's weights.
-    expected.model_config is "" for a model family that only the server's engine knows.
-    """
-    if status.version.incarnation not in (0, ours) and not take_over:
-        raise ProbeError(
-            f"server {server}: holds the weights of a trainer, which would lose it, or of an evaluation before; "
-            "--take takes it all the same"
-        )
-    model_config = expected.model_config or status.model_config
-    compare(server, status, dataclasses.replace(expected, model_config=model_config))
-
-
 class Evaluator:
     """A context manager. Raises FleetError or ProbeError, one line, if no server can be used."""
 
@@ -53,22 +38,28 @@ class Evaluator:
         expected: Expected,
         requests: Requests,
         score: Callable[[Row, Completion], "Future[Score]"],
+        wait: Callable[[str], None],
         episodes: EpisodePool | None = None,
         agents: Agents | None = None,
         take_over: bool = False,
-        check: Callable[[], None] = lambda: None,
     ):
-        """expected: what every server must have. take_over: also use servers that hold a trainer's weights.
+        """expected: what every server must have; its model_config is "" for a family that only the server's engine
+        knows. take_over: also use servers that hold a trainer's weights.
 
-        check: called during an evaluation; what it raises ends it.
+        wait: called about five times a second during an evaluation, with a line about the servers that are not
+        sampling, or "" if all are; what it raises ends the evaluation.
         """
-        self._samples, self._version = config.evaluation.samples, -1
+        self._samples, self._version, self._wait = config.evaluation.samples, -1, wait
         incarnation = Incarnation(time.time_ns())
 
-        self._check = check
-
         def check_met(server: str, status: pb.StatusReply) -> None:
-            check_server(server, status, expected=expected, ours=incarnation.value, take_over=take_over)
+            if status.version.incarnation not in (0, incarnation.value) and not take_over:
+                raise ProbeError(
+                    f"server {server}: holds the weights of a trainer, which would lose it, or of an evaluation "
+                    "before; --take takes it all the same"
+                )
+            model_config = expected.model_config or status.model_config
+            compare(server, status, dataclasses.replace(expected, model_config=model_config))
 
         def nothing(number: int) -> Row:
             raise AssertionError("nothing is trained on")
@@ -91,11 +82,9 @@ class Evaluator:
     def __exit__(self, *_: object) -> None:
         self._fleet.close()
 
-    def evaluate(self, weights: Source, rows: Sequence[Row], *, wait: Callable[[str], None]) -> Iterator[FinishedGroup]:
-        """The samples of each row by the policy with these weights (Hugging Face names, sync dtype), in whatever order.
-
-        wait: called about five times a second with a line about the servers that are not sampling, or "" if all are.
-        """
+    def evaluate(self, weights: Source, rows: Sequence[Row]) -> Iterator[FinishedGroup]:
+        """The samples of each row by the policy with these weights (Hugging Face names, sync dtype), in whatever
+        order."""
         self._version += 1
         fleet, done = self._fleet, set[int]()
         fleet.publish(self._version, weights)
@@ -103,14 +92,13 @@ class Evaluator:
             fleet.advance(self._version)
         evaluation = fleet.evaluate(self._version, rows, self._samples)
         while len(done) < len(rows):
-            self._check()
             for candidate in fleet.trust.due():
                 fleet.trust.admit(candidate.process.address)
             found = fleet.evaluated(but=done)
             done.update(group.number for group in found)
             yield from found
             servers = fleet.status()["servers"].items()
-            wait(
+            self._wait(
                 "; ".join(
                     f"{name}: {one['reason'] or one['state']}" for name, one in servers if one["state"] != "active"
                 )

@@ -229,7 +229,7 @@ class Probes:
     """Two servers of a fleet that the trainer's thread sees; `samples`: what has come, by server."""
 
     def __init__(self, *processes):
-        self.trust = self.candidates = self
+        self.trust = self
         self._processes, self.samples, self.asked = processes, {}, []
 
     def due(self):

@@ -94,7 +94,6 @@ class ClientContext:
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    patience: float  # seconds for one completion
     waits_since: float | None = None  # since when for its next completion; None: none of them has a slot yet
     task: asyncio.Task | None = None  # that reads the call; None: not begun
 
@@ -288,8 +287,7 @@ class ServerState:
 
         They count as in flight from now on. What the server does wrong is recorded as an offence.
         """
-        tokens, config = self._context.requests.turn_tokens, self._config
-        self._calls[rollout] = _Call(patience=tokens / config.slowest_tokens_per_second + config.stall_seconds)
+        self._calls[rollout] = _Call()
         return self._completions(rollout)
 
     async def score(self, request: codec.ScoreRequest, *, seconds: float) -> codec.Scores | None:
@@ -320,14 +318,15 @@ class ServerState:
 
     def _expire_calls(self, now: float) -> None:
         """Ends the calls that wait too long for their next completion. To be called about once a heartbeat."""
-        ahead = 0
+        ahead, tokens = 0, self._context.requests.turn_tokens
+        patience = tokens / self._config.slowest_tokens_per_second + self._config.stall_seconds  # for one completion
         for rollout, call in list(self._calls.items()):
             ahead += len(rollout.left)
             if ahead > self.status.slots and ahead > len(rollout.left):
                 break  # it and those behind it may still be waiting for a slot
             if call.waits_since is None:
                 call.waits_since = now
-            if now - call.waits_since > call.patience and rollout in self._calls:
+            if now - call.waits_since > patience and rollout in self._calls:
                 self._give_up(rollout)
                 detail = f"{len(rollout.left)} of {rollout.group.group_id}, none in {now - call.waits_since:.0f} s"
                 self.offend("does not finish completions that it was asked for", detail)

@@ -218,14 +218,13 @@ class SyncStats:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pushes: list[dict[str, Any]] = []
-        self._versions: list[dict[str, Any]] = []
+        self._rows: dict[str, list[dict[str, Any]]] = {"push": [], "version": []}
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
         """Records a push or version event of the fleet; logs any other."""
-        if kind in ("push", "version"):
+        if kind in self._rows:
             with self._lock:
-                (self._pushes if kind == "push" else self._versions).append(fields)
+                self._rows[kind].append(fields)
         else:
             _log.info("%s: %s", kind, fields)
 
@@ -237,8 +236,8 @@ class SyncStats:
         the host and encode those.
         """
         with self._lock:
-            pushes, self._pushes = self._pushes, []
-            versions, self._versions = self._versions, []
+            rows, self._rows = self._rows, {"push": [], "version": []}
+        pushes, versions = rows["push"], rows["version"]
         return {
             "applied": len(pushes),
             **{name: sum(push[name] for push in pushes) for name in _OF_PUSH},
