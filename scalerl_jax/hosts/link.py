@@ -23,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -132,10 +132,10 @@ class _Line:
 
 
 class _Watch:
-    """Calls `check(now)` twice a beat, on a thread; first `excuse(seconds)` if this process was stopped for so long."""
+    """Calls `check(now)` twice a beat, on a thread. Time in which this process was stopped is no silence of a line."""
 
-    def __init__(self, check: Callable[[float], None], excuse: Callable[[float], None]):
-        self._check, self._excuse = check, excuse
+    def __init__(self, check: Callable[[float], None], lines: Callable[[], Iterable[_Line]]):
+        self._check, self._lines = check, lines
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hosts-watch", daemon=True)
         self._thread.start()
@@ -145,7 +145,8 @@ class _Watch:
         while not self._stop.wait(BEAT_SECONDS / 2):
             now = time.monotonic()
             if (late := now - last - BEAT_SECONDS) > BEAT_SECONDS:
-                self._excuse(late)
+                for line in self._lines():
+                    line.heard_at += late
             last = now
             self._check(now)
 
@@ -184,7 +185,7 @@ class FirstHost:
         except RuntimeError:
             raise JoinError(f"port {port} of this host, at which the others are to find it, is taken") from None
         self._server.start()
-        self._watch = _Watch(self._check, self._excuse)
+        self._watch = _Watch(self._check, lambda: list(self._lines.values()))
 
     @property
     def others(self) -> range:
@@ -303,10 +304,6 @@ class FirstHost:
             if now - line.heard_at > SILENCE_SECONDS and not line.over and not self._ending:
                 self._lost(line, f"has not been heard of for {now - line.heard_at:.0f} s")
 
-    def _excuse(self, seconds: float) -> None:
-        for line in list(self._lines.values()):
-            line.heard_at += seconds
-
     def _lost(self, line: _Line, why: str) -> None:
         line.over = True
         self._end_all(f"{line.name} {why}: {GOES_ON}", LOST)
@@ -346,7 +343,7 @@ class OtherHost:
         self._line.heard_at, self._line.over = time.monotonic(), False
         threading.Thread(target=self._listen, name="first-host", daemon=True).start()
         self._stopping_sent = False
-        self._watch = _Watch(self._check, self._excuse)
+        self._watch = _Watch(self._check, lambda: [self._line])
 
     def welcome(self) -> Mapping[str, Any]:
         """Waits until all hosts have joined. Raises JoinError if this one is refused."""
@@ -427,9 +424,6 @@ class OtherHost:
             line.send(Frame("stopping", {"why": "is told to stop; all hosts save and leave"}))
         if now - line.heard_at > SILENCE_SECONDS and not line.over:
             self._lost(f"has not been heard of for {now - line.heard_at:.0f} s")
-
-    def _excuse(self, seconds: float) -> None:
-        self._line.heard_at += seconds
 
     def _lost(self, why: str) -> None:
         self._line.over = True

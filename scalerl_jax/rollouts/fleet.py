@@ -78,8 +78,8 @@ class Fleet:
         episodes: of the environments that have them, in place of `score`; None if none has.
         agents: likewise.
         teachers: also score the training groups' completions; None if there are none.
-        on_event: ("server", {server, state, reason, step}), ("push", {server, step, payload_bytes, ...}) and
-            ("version", {step, changed, delta_bytes, ...}).
+        on_event: ("server", {server, state, reason, step}), ("push", {server, step, payload_bytes, ...}),
+            ("version", {step, changed, delta_bytes, ...}) and ("parity", {server, found, completions, sent_away}).
         observe: called with each plausible status of each server; whether the time since the previous one was an
             evaluation's; whether its counters count from here on only.
         serving: called with whether a server is admitted, at each change and at least every TICK_SECONDS.

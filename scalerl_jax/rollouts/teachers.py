@@ -38,7 +38,7 @@ from scalerl_jax.environments import Row
 from scalerl_jax.learner.batch import prompt_of
 from scalerl_jax.rollouts.loop_thread import LoopThread, on_loop, watched
 from scalerl_jax.rollouts.servers.client import ServerClient
-from scalerl_jax.rollouts.servers.discovery import Discovery, read_credentials
+from scalerl_jax.rollouts.servers.discovery import Discovery, Relisting, read_credentials
 from scalerl_jax.rollouts.servers.teacher_server import (
     OTHER_TOKENIZER,
     PAUSE_SECONDS,
@@ -267,13 +267,13 @@ class _Teacher:
         self._servers: dict[str, TeacherServer] = {}
         self._queue: list[_Sequence] = []
         self._lost = True  # no server can be asked
-        self._complaint = ""
 
     async def run(self) -> None:
         """Runs until cancelled."""
         fleet = self._context.config.fleet
         self._list(self._where.addresses)
-        began = time.monotonic()
+        began, resolve = time.monotonic(), self._where.resolve
+        listed = Relisting(resolve, "the teacher's servers") if resolve is not None else None
         while True:
             await asyncio.sleep(min(fleet.discovery_seconds, fleet.connect_seconds))
             if not any(server.heard for server in self._servers.values()):
@@ -282,17 +282,8 @@ class _Teacher:
                     raise FleetError(f"teacher {self.name}: no server answers at {tried}: is scalerl-serve running?")
             else:
                 began = math.inf
-            if self._where.resolve is not None:
-                await self._list_again(self._where.resolve)
-
-    async def _list_again(self, resolve: Callable[[], Sequence[str]]) -> None:
-        try:
-            self._list(await asyncio.get_running_loop().run_in_executor(None, resolve))
-            self._complaint = ""
-        except ValueError as error:
-            if str(error) != self._complaint:
-                _log.warning("%s; the teacher's servers stay as they are", error)
-            self._complaint = str(error)
+            if listed is not None and (addresses := await listed.read()) is not None:
+                self._list(addresses)
 
     def _list(self, addresses: Sequence[str]) -> None:
         for address in set(self._servers) - set(addresses):

@@ -11,6 +11,7 @@ The trainer's credentials and the authority it trusts are in the files that conf
 config holds only paths. The files' contents go to the clients of the servers and nowhere else.
 """
 
+import asyncio
 import collections
 import dataclasses
 import ipaddress
@@ -73,6 +74,29 @@ class Discovery:
             if times > 1:
                 raise ValueError(f"{self._where}: names {address} twice")
         return tuple(found)
+
+
+class Relisting:
+    """Lists servers again, on a separate thread. A list that cannot be read leaves them as they are, which is logged
+    once: a file that is being replaced, a name server that cannot be reached.
+
+    resolve: the addresses listed now; may block, and raise ValueError. servers: which ones, in the log.
+    """
+
+    def __init__(self, resolve: Callable[[], Sequence[str]], servers: str):
+        self._resolve, self._servers, self._complaint = resolve, servers, ""
+
+    async def read(self) -> Sequence[str] | None:
+        """The addresses listed now; None if the list cannot be read."""
+        try:
+            addresses = await asyncio.get_running_loop().run_in_executor(None, self._resolve)
+        except ValueError as error:
+            if str(error) != self._complaint:
+                _log.warning("%s; %s stay as they are", error, self._servers)
+            self._complaint = str(error)
+            return None
+        self._complaint = ""
+        return addresses
 
 
 def _as_written(where: str, addresses: str) -> list[str]:

@@ -19,7 +19,7 @@ from scalerl_jax.rollouts.group_buffer import GroupBuffer, RolloutRequest
 from scalerl_jax.rollouts.loop_thread import watched
 from scalerl_jax.rollouts.servers import server_state
 from scalerl_jax.rollouts.servers.client import SURE_AFTER, ServerClient
-from scalerl_jax.rollouts.servers.discovery import Plaintext
+from scalerl_jax.rollouts.servers.discovery import Plaintext, Relisting
 from scalerl_jax.rollouts.servers.server_state import ClientContext
 
 _log = logging.getLogger(__name__)
@@ -30,18 +30,17 @@ class ServerPool:
 
     def __init__(self, context: ClientContext):
         self.clients: list[ServerClient] = []
-        self._context, self._resolve = context, context.servers.resolve
+        self._context = context
         self._plaintext = Plaintext(context.servers.credentials)
         self._tasks: dict[ServerClient, asyncio.Task[None]] = {}
         self._all_lost = True
-        self._complaint = ""  # of the last attempt to read the list
         self._log_limit = LogLimit()
         self._warned: dict[ServerClient, str] = {}  # servers left out because authentication fails, and why
 
     @property
     def fixed(self) -> bool:
         """Whether no other server can come."""
-        return self._resolve is None
+        return self._context.servers.resolve is None
 
     def in_state(self, *states: str) -> list[ServerClient]:
         return [c for c in self.clients if c.state in states]
@@ -84,18 +83,14 @@ class ServerPool:
         self._context.changed()
 
     async def discover(self, seconds: float) -> None:
-        """Until cancelled: reads the list again every `seconds`."""
-        while self._resolve is not None:
+        """Until cancelled: reads the list again every `seconds`, if it may change."""
+        if (resolve := self._context.servers.resolve) is None:
+            return
+        listed = Relisting(resolve, "the servers")
+        while True:
             await asyncio.sleep(seconds)
-            try:
-                addresses = await asyncio.get_running_loop().run_in_executor(None, self._resolve)
-            except ValueError as error:
-                if str(error) != self._complaint:
-                    _log.warning("%s; the servers stay as they are", error)
-                self._complaint = str(error)
-                continue
-            self._complaint = ""
-            self.update(addresses)
+            if (addresses := await listed.read()) is not None:
+                self.update(addresses)
 
     def release_departed(self) -> None:
         """Releases servers that have left, and logs when all servers are lost or one is back."""
