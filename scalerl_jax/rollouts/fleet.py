@@ -149,10 +149,9 @@ class Fleet:
         Raises FleetError naming the addresses if none has within fleet.connect_seconds, or if authentication fails with
         each of them; ProbeError if one that answered cannot serve this run.
         """
-        fleet = self._config.fleet
         self._thread.start(self._begin)
         try:
-            self.trust.wait_for_the_first(connect_seconds=fleet.connect_seconds, status_seconds=fleet.status_seconds)
+            self.trust.wait_for_the_first()
         except BaseException:
             self.close()
             raise
@@ -268,7 +267,7 @@ class Fleet:
         if self._teachers is not None:
             students = functools.partial(self._pool.in_state, server_state.ACTIVE)
             also = self._teachers.begin(self._thread, fail=self._fail, students=students)
-        return [self._pool.discover(self._config.fleet.discovery_seconds), self._tick(), *also]
+        return [self._pool.discover(), self._tick(), *also]
 
     def _fail(self, error: BaseException) -> None:
         self._thread.fail(error)

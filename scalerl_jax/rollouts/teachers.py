@@ -273,7 +273,8 @@ class _Teacher:
         fleet = self._context.config.fleet
         self._list(self._where.addresses)
         began, resolve = time.monotonic(), self._where.resolve
-        listed = Relisting(resolve, "the teacher's servers") if resolve is not None else None
+        warning = "%s; the teacher's servers stay as they are"
+        listed = Relisting(resolve, warning) if resolve is not None else None
         while True:
             await asyncio.sleep(min(fleet.discovery_seconds, fleet.connect_seconds))
             if not any(server.heard for server in self._servers.values()):

@@ -37,9 +37,10 @@ _log = logging.getLogger(__name__)
 
 
 class Trust:
-    """Args:
-    buffer: the groups to train on.
-    context: `fail` ends the run, `event` gets ("parity", {server, found, completions, sent_away}) at each dismissal.
+    """See the module. What the trainer's thread calls runs on the fleet's event loop, as all else does.
+
+    buffer: the groups to train on. context: `fail` ends the run, `event` gets ("parity", {server, found, completions,
+    sent_away}) at each dismissal.
     """
 
     def __init__(
@@ -58,20 +59,20 @@ class Trust:
 
     # ---- the trainer's thread: candidates
 
-    def wait_for_the_first(self, *, connect_seconds: float, status_seconds: float) -> None:
+    def wait_for_the_first(self) -> None:
         """Blocks until one server has answered and the others had time to: our incarnation must exceed
         theirs when the first version is published.
 
-        Raises FleetError if none answers within connect_seconds, or if authentication fails with each.
+        Raises FleetError if none answers within fleet.connect_seconds, or if authentication fails with each.
         """
-        began = time.monotonic()
-        self._patient_until = began + connect_seconds
+        began, fleet = time.monotonic(), self._context.config.fleet
+        self._patient_until = began + fleet.connect_seconds
         while True:
             elapsed = time.monotonic() - began
             if self._thread.call(lambda: self._pool.in_state(*server_state.ANSWERING)):
-                if elapsed > status_seconds or self._thread.call(lambda: self._pool.all_tried):
+                if elapsed > fleet.status_seconds or self._thread.call(lambda: self._pool.all_tried):
                     return
-            elif error := self._thread.call(self._pool.why_unusable, connect_seconds, elapsed > connect_seconds):
+            elif error := self._thread.call(self._pool.why_unusable, late=elapsed > fleet.connect_seconds):
                 raise FleetError(error)
             time.sleep(0.05)
 

@@ -80,11 +80,11 @@ class Relisting:
     """Lists servers again, on a separate thread. A list that cannot be read leaves them as they are, which is logged
     once: a file that is being replaced, a name server that cannot be reached.
 
-    resolve: the addresses listed now; may block, and raise ValueError. servers: which ones, in the log.
+    resolve: the addresses listed now; may block, and raise ValueError. warning: the line to log, with %s for the error.
     """
 
-    def __init__(self, resolve: Callable[[], Sequence[str]], servers: str):
-        self._resolve, self._servers, self._complaint = resolve, servers, ""
+    def __init__(self, resolve: Callable[[], Sequence[str]], warning: str):
+        self._resolve, self._warning, self._complaint = resolve, warning, ""
 
     async def read(self) -> Sequence[str] | None:
         """The addresses listed now; None if the list cannot be read."""
@@ -92,7 +92,7 @@ class Relisting:
             addresses = await asyncio.get_running_loop().run_in_executor(None, self._resolve)
         except ValueError as error:
             if str(error) != self._complaint:
-                _log.warning("%s; %s stay as they are", error, self._servers)
+                _log.warning(self._warning, error)
             self._complaint = str(error)
             return None
         self._complaint = ""

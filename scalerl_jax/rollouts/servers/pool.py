@@ -50,8 +50,8 @@ class ServerPool:
         """Whether a status call to each has ended, with or without an answer."""
         return all(c.tried for c in self.clients)
 
-    def why_unusable(self, seconds: float, late: bool) -> str:
-        """Why no server can be used, in one line; empty if one may still answer. late: `seconds` have passed."""
+    def why_unusable(self, *, late: bool) -> str:
+        """Why no server can be used, in one line; empty if one may still answer. late: connect_seconds have passed."""
         superseded = [c for c in self.clients if c.state == server_state.SUPERSEDED]
         times = 1 if late else SURE_AFTER
         unauthenticated = [c for c in self.clients if c.auth_failures >= times]
@@ -62,7 +62,7 @@ class ServerPool:
         why += [f"rollout server {c.address} is superseded: {c.reason}" for c in superseded]
         if why:
             return "; ".join(why) + (f"; no server answers at {', '.join(silent)}" if silent else "")
-        where = f"{', '.join(silent)} (tried for {seconds:g} s)"
+        where = f"{', '.join(silent)} (tried for {self._context.config.fleet.connect_seconds:g} s)"
         return f"no rollout server answers at {where}: is scalerl-serve running there?"
 
     def named(self, address: str) -> ServerClient | None:
@@ -82,13 +82,13 @@ class ServerPool:
                 self._tasks[client] = watched(client.run(), self._context.fail)
         self._context.changed()
 
-    async def discover(self, seconds: float) -> None:
-        """Until cancelled: reads the list again every `seconds`, if it may change."""
+    async def discover(self) -> None:
+        """Until cancelled: reads the list again every fleet.discovery_seconds, if it may change."""
         if (resolve := self._context.servers.resolve) is None:
             return
-        listed = Relisting(resolve, "the servers")
+        listed = Relisting(resolve, "%s; the servers stay as they are")
         while True:
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(self._context.config.fleet.discovery_seconds)
             if (addresses := await listed.read()) is not None:
                 self.update(addresses)
 

@@ -119,7 +119,7 @@ class ServerState:
         self.samples: tuple[Sample, ...] = ()
         self.samples_step: int | None = None  # the version that sampled them
         self.unlisted = False  # no longer listed
-        self.patience = 0.0  # seconds that the trainer would still wait for it to be ready, see Candidates
+        self.patience = 0.0  # seconds that the trainer would still wait for it to be ready, see Trust
         self.version_changed = asyncio.Event()  # the one held, or the one that it should hold
         self.hurried = asyncio.Event()  # do not wait for the next heartbeat
         self._log_limit = peer_text.LogLimit()
