@@ -103,7 +103,6 @@ class Publisher:
         self._fail = fail
         self.deltas = DeltaCache(limit=delta_bytes, event=event, fail=self._fail)
         self.latest: int | None = None
-        self.sent_bytes = 0  # of payloads, to all servers
         # One thread copies weights to the host, so that two versions are never copied at once.
         self._staging = ThreadPoolExecutor(1, thread_name_prefix="publisher-staging")
 
@@ -161,18 +160,13 @@ class Publisher:
         with self._held(step):
             payload = await self._payload(base, step, self._sources[step])
             server_id = process.server_id if process else ""
-            own = Push(stub.PushWeights(), payload, sent=self._sent).run(server_id=server_id, timeout=timeout)
+            own = Push(stub.PushWeights(), payload).run(server_id=server_id, timeout=timeout)
             if self._parts is None:
                 return await own
             assert process is not None
             base = payload.header.base.step if payload.is_delta else None
             wanted = PartPush(self._incarnation.value, base, step, process.address, server_id, timeout)
-            report = await together(own, self._parts.push(wanted))
-            self._sent(report.payload_bytes - payload.bytes)
-            return report
-
-    def _sent(self, count: int) -> None:
-        self.sent_bytes += count
+            return await together(own, self._parts.push(wanted))
 
     async def _payload(self, base: int | None, step: int, source: Source) -> Payload:
         key = (base, step)
