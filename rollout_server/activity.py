@@ -49,7 +49,7 @@ class Activity:
         trainer = self._trainers.pop(incarnation, None)
         if trainer is None:
             trainer = _Trainer(came=now, heard=now)
-            self._quiet.say(
+            self._quiet.log(
                 "comes", logging.INFO, "%s comes: its first call is from %s", _name(incarnation), printable(peer)
             )
         trainer.heard = now
@@ -87,7 +87,7 @@ class Activity:
                 del self._trainers[incarnation]
                 served = f"{trainer.completions} completions, {trainer.versions} versions"
                 text = f"{_name(incarnation)} is gone, no call for {AWAY_SECONDS:.0f} s; it had {served}"
-                self._quiet.say("gone", logging.INFO, "%s in %.0f s", text, trainer.heard - trainer.came)
+                self._quiet.log("gone", logging.INFO, "%s in %.0f s", text, trainer.heard - trainer.came)
         seconds = now - self._beat_at
         if seconds < BEAT_SECONDS:
             return

@@ -36,7 +36,7 @@ class QuietLog:
         self._log, self._clock = log, clock
         self._windows: dict[str, _Window] = {}
 
-    def say(self, kind: str, level: int, text: str, *values: object, exception: bool = False) -> None:
+    def log(self, kind: str, level: int, text: str, *values: object, exception: bool = False) -> None:
         """Logs a line or counts it as left out. kind: one of a few fixed words. exception: adds the traceback."""
         now = self._clock()
         window = self._windows.setdefault(kind, _Window(now))
@@ -103,7 +103,7 @@ def handler_like(
 class Guard(grpc.aio.ServerInterceptor):
     """Interceptor that must follow the token check and precede all others."""
 
-    def __init__(self, bounds: Mapping[str, Bound], let_in: Callable[[str], None] = lambda peer: None):
+    def __init__(self, bounds: Mapping[str, Bound], let_in: Callable[[str], None]):
         """bounds: by method, /package.Service/Name. let_in: called with the peer of every call that gets here."""
         self._bounds, self._let_in = bounds, let_in
         self._calls: collections.Counter[str] = collections.Counter()  # calls in progress, by method
@@ -142,19 +142,19 @@ class Guard(grpc.aio.ServerInterceptor):
             return await _call(handler, request, context)
         except Malformed as error:
             why = peer_text.printable(error)
-            self._quiet.say("malformed", logging.WARNING, "%s from %s: %s", method, context.peer(), why)
+            self._quiet.log("malformed", logging.WARNING, "%s from %s: %s", method, context.peer(), why)
             if handler.request_streaming:
                 await context.drain()
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
         except Unread:
-            self._quiet.say("unread", logging.WARNING, "%s from %s: nothing is read", method, context.peer())
+            self._quiet.log("unread", logging.WARNING, "%s from %s: nothing is read", method, context.peer())
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was read for {UNREAD_SECONDS:g} s")
         except grpc.aio.AbortError:
             raise
-        except Exception as error:  # noqa: BLE001 (said in the log, and told)
+        except Exception as error:  # noqa: BLE001 (logged, and answered)
             if context.done():  # the client is gone, which gRPC reports by various exceptions
                 raise asyncio.CancelledError from None
-            self._quiet.say("fault", logging.ERROR, "%s from %s failed", method, context.peer(), exception=True)
+            self._quiet.log("fault", logging.ERROR, "%s from %s failed", method, context.peer(), exception=True)
             await context.abort(grpc.StatusCode.UNKNOWN, f"a fault of the server: {type(error).__name__}")
         finally:
             self._calls[method] -= 1

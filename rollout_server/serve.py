@@ -3,7 +3,7 @@
     scalerl-serve --engine=jax --model=DIR --port=N       sample from the policy in a Hugging Face folder
     scalerl-serve --engine=vllm --model=DIR --port=N      the same by vLLM, in an environment without jax
 
-It builds an engine from the flags (engines/*/make.py), serves the contract, health checks and reflection in front of it
+It builds an engine from the flags (engines/make.py), serves the contract, health checks and reflection in front of it
 (service.py), and stops at SIGTERM, SIGINT or, with --exit_with_parent, the end of standard input. It then finishes
 nothing: it reports NOT_SERVING, ends the calls with UNAVAILABLE (a trainer asks another server) and exits with code 0.
 Wrong flags end it with one line on stderr and exit code 2.
@@ -19,7 +19,6 @@ With --tls_client_authority a client must show a certificate as well as the toke
 import asyncio
 import dataclasses
 import functools
-import importlib
 import os
 import signal
 import socket
@@ -34,12 +33,13 @@ from absl import app, flags, logging
 from rollout_server import serve_flags as given
 from rollout_server.connections import raise_file_limit
 from rollout_server.engines.engine import Engine, EngineOptions
-from rollout_server.engines.model_folder import UsageError
-from rollout_server.service import RolloutServer
+from rollout_server.engines.make import ENGINES, UsageError
+from rollout_server.service import RolloutServer, serve_metrics
 from scalerl_jax.contract import security
 from scalerl_jax.contract.limits import STOP_SECONDS
 from scalerl_jax.contract.security import OPEN, Access
 from scalerl_jax.system import ending
+from scalerl_jax.system.files import write_whole
 
 MakeEngine = Callable[[], Awaitable[Engine]]
 Interceptors = Callable[[], Sequence[grpc.aio.ServerInterceptor]]
@@ -104,16 +104,12 @@ async def serve(
     name, identity = engine.info.name, server.service.server_id
     logging.info("%s engine at %s:%d, open to %s; server %s", name, host, server.port, access.words(host), identity)
     if metrics is not None:
-        from rollout_server import server_metrics
-
         try:
-            endpoint = server_metrics.tell(server.service, *metrics)
+            endpoint = serve_metrics(server.service, *metrics)
         except ValueError as error:
             raise UsageError(str(error)) from None
         logging.info("metrics at http://%s:%d/metrics", metrics[0], endpoint.port)
     if port_file:
-        from scalerl_jax.system.files import write_whole
-
         write_whole(port_file, f"{server.port}\n", durable=False)
 
     # 3. Wait for the end. A server whose engine has failed ends too: its supervisor can restart it.
@@ -207,14 +203,13 @@ def main(argv: Sequence[str], interceptors: Interceptors = list) -> None:
     if len(argv) > 1:
         _fail(f"{argv[1]}: not a flag")
     logging.set_verbosity(logging.INFO)
-    engine = importlib.import_module(given.ENGINES[given.ENGINE.value])
     options: dict[str, Any] = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(EngineOptions)}
     why = ""  # the flag gives the dtype
     if options["compute_dtype"] == "auto":
         options["compute_dtype"], why = _compute_dtype(options["sync_dtype"])
 
     async def make() -> Engine:
-        made = await engine.make(EngineOptions(**options))
+        made = await ENGINES[given.ENGINE.value](EngineOptions(**options))
         if why:  # logged only after the engine was made
             logging.info("--compute_dtype=auto: %s (%s)", options["compute_dtype"], why)
         return made

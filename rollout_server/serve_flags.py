@@ -1,18 +1,10 @@
-"""The flags of scalerl-serve. No heavy imports: --help and a wrong flag are answered at once.
-
-Each engine adds its own flags (engines/*/make.py), also without heavy imports.
-"""
-
-import importlib
+"""The flags of scalerl-serve. No heavy imports: --help and a wrong flag are answered at once."""
 
 from absl import flags
 
-# Engine -> the module with its flags and `async make(options)`.
-ENGINES = {name: f"rollout_server.engines.{name}.make" for name in ("jax", "vllm")}
-
 _DTYPES = ["bfloat16", "float32"]
 
-ENGINE = flags.DEFINE_enum("engine", None, list(ENGINES), "What samples the tokens.", required=True)
+ENGINE = flags.DEFINE_enum("engine", None, ["jax", "vllm"], "What samples the tokens.", required=True)
 HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
 PORT = flags.DEFINE_integer("port", None, "Port to listen on; 0: any free one.", 0, 65535, required=True)
 PORT_FILE = flags.DEFINE_string(
@@ -65,6 +57,5 @@ INSECURE = flags.DEFINE_bool(
     "Listen beyond this machine without TLS and a token: every client that reaches it may replace its weights.",
 )
 
-
-for _module in ENGINES.values():
-    importlib.import_module(_module)
+TENSOR_PARALLEL = flags.DEFINE_integer("tensor_parallel", 1, "Devices that share the model; vllm only.", lower_bound=1)
+DEVICE_MEMORY = flags.DEFINE_float("device_memory", 0.9, "Share of a GPU's memory to use; vllm only.", 0.05, 1.0)

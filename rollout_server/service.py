@@ -1,6 +1,7 @@
 """The rollout contract (contract/rollout.proto) over an engine, on grpc.aio.
 
     RolloutServer    a port with RolloutService, health and reflection behind it, from start to stop
+    serve_metrics    Status for Prometheus, over HTTP
     RolloutService   the five calls (behind guard.py, which every call of every service passes):
 
         Status        counters of the engine and of this file
@@ -19,7 +20,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -27,14 +28,22 @@ from grpc_reflection.v1alpha import reflection
 
 from rollout_server.activity import Activity
 from rollout_server.connections import Connections
-from rollout_server.engines.admission import check_places, check_score
-from rollout_server.engines.engine import AskedAgain, Engine, EngineInfo, QueueFull, WrongVersion
+from rollout_server.engines.engine import (
+    AskedAgain,
+    Engine,
+    EngineInfo,
+    QueueFull,
+    WrongVersion,
+    check_places,
+    check_score,
+)
 from rollout_server.guard import OTHERS, Bound, CallContext, Guard, QuietLog
 from rollout_server.weight_push import WeightReceiver
 from scalerl_jax.contract import codec, limits, rollout_pb2_grpc, rpc
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.limits import SERVER_OPTIONS
 from scalerl_jax.contract.security import OPEN, Access
+from scalerl_jax.system.metrics_endpoint import Family, MetricsEndpoint
 
 # Score calls that may wait for the engine at once, and ScoreMany calls likewise: each holds one sequence in memory.
 MAXIMUM_SCORES = 8
@@ -197,8 +206,9 @@ class RolloutServer:
         self._watching: asyncio.Task[RuntimeError] | None = None
         self._checker, self._quiet = _Health(), QuietLog(log)
         bounded = bounds(engine.info)
+        guard = Guard(bounded, lambda peer: self._connections.let_in(peer))
         self._server = grpc.aio.server(
-            interceptors=[*access.interceptors(), Guard(bounded, self._let_in), *interceptors],
+            interceptors=[*access.interceptors(), guard, *interceptors],
             options=SERVER_OPTIONS,
             # Four more for health, reflection and later services, each with the bound OTHERS.
             maximum_concurrent_rpcs=sum(bound.calls for bound in bounded.values()) + 4 * OTHERS.calls,
@@ -213,9 +223,6 @@ class RolloutServer:
             self.port = self._server.add_secure_port(f"{host}:{port}", access.credentials)
         self._connections = Connections(self.port)
 
-    def _let_in(self, peer: str) -> None:
-        self._connections.let_in(peer)
-
     async def start(self) -> None:
         await self._checker.set(rpc.SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
@@ -229,7 +236,7 @@ class RolloutServer:
             except RuntimeError as error:
                 return error
             if closed := self._connections.tick():
-                self._quiet.say("unknown", logging.WARNING, "%d connections closed that showed no call", closed)
+                self._quiet.log("unknown", logging.WARNING, "%d connections closed that showed no call", closed)
             await asyncio.sleep(WATCH_SECONDS)
 
     async def failure(self) -> RuntimeError:
@@ -278,3 +285,57 @@ async def _cancel(task: asyncio.Task[None]) -> None:
     """Cancels a task and waits for its end. Its exception is left to the code that awaits it."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+# ------------------------------------------------------------------------------------------------------- metrics
+
+METRIC_PREFIX = "scalerl_generator_"
+ANSWER_SECONDS = 5.0  # for the event loop to return its status
+
+# Field of StatusReply, which is the metric's name behind the prefix -> description. Counters run from the start of the
+# process.
+GAUGES = {
+    "slots": "Completions sampled at once.",
+    "busy_slots": "Completions being sampled.",
+    "queue_capacity": "Completions that may wait for a slot.",
+    "queued": "Completions that wait for a slot.",
+    "devices": "Devices of the engine.",
+    "up_seconds": "Since the start of the process.",
+}
+COUNTERS = {
+    "sampled_tokens": "Tokens sampled.",
+    "forced_tokens": "Tokens of interruptions, fed and not sampled.",
+    "prefill_tokens": "Tokens of prompts fed.",
+    "reused_tokens": "Tokens of prompts not fed again, since the turn before had.",
+    "busy_seconds": "Time in which at least one slot was decoding.",
+    "pause_seconds": "Time in which decoding stood still for new weights.",
+    "versions_applied": "Versions of the weights taken.",
+    "chunks_refused": "Chunks of weights with a wrong checksum.",
+}
+METRIC_LABELS = ("engine", "server_id", "compute_dtype", "sync_dtype", "head_precision")
+
+
+def families(status: pb.StatusReply) -> Iterable[Family]:
+    for kind, fields in (("gauge", GAUGES), ("counter", COUNTERS)):
+        for field, description in fields.items():
+            yield METRIC_PREFIX + field, description, kind, (), {(): float(getattr(status, field))}
+    yield METRIC_PREFIX + "step", "Step of the weights held.", "gauge", (), {(): float(status.version.step)}
+    values = tuple(str(getattr(status, name)) for name in METRIC_LABELS)
+    yield METRIC_PREFIX.removesuffix("_"), "What the generator is.", "info", METRIC_LABELS, {values: 1.0}
+
+
+def serve_metrics(service: RolloutService, host: str, port: int) -> MetricsEndpoint:
+    """Serves metrics until the process ends. Call it on the event loop. Raises ValueError as MetricsEndpoint does.
+
+    Each request asks the event loop, so a server whose loop is stuck answers 503, and one that has ended does not
+    answer.
+    """
+    loop = asyncio.get_running_loop()
+
+    async def status() -> pb.StatusReply:
+        return service.status()
+
+    def collect() -> Iterable[Family]:
+        return list(families(asyncio.run_coroutine_threadsafe(status(), loop).result(ANSWER_SECONDS)))
+
+    return MetricsEndpoint(collect, host=host, port=port)

@@ -24,8 +24,7 @@ import grpc
 from rollout_server.activity import Activity
 from rollout_server.engines.engine import Engine
 from rollout_server.guard import QuietLog
-from rollout_server.staging import Staging
-from rollout_server.weight_store import FullSyncNeeded, WeightStore
+from rollout_server.weight_store import FullSyncNeeded, Staging, WeightStore
 from scalerl_jax.contract import codec, peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk
@@ -76,11 +75,11 @@ class WeightReceiver:
             reply = pb.WeightReply(applied=await self._receive(push))
         except FullSyncNeeded as error:
             why = peer_text.details(error)
-            self._quiet.say("full_sync", logging.WARNING, "a dense version is needed: %s", why)
+            self._quiet.log("full_sync", logging.WARNING, "a dense version is needed: %s", why)
             reply = pb.WeightReply(full_sync=why)
         except ValueError as error:
             why = peer_text.details(error)
-            self._quiet.say("refused", logging.WARNING, "weights refused: %s", why)
+            self._quiet.log("refused", logging.WARNING, "weights refused: %s", why)
             reply = pb.WeightReply(refused=why)
         finally:
             self._left(push)
@@ -136,7 +135,8 @@ class WeightReceiver:
         self.store.check_base(header)
 
         # 3. Receive chunks in any order, until the commit and all chunks have arrived.
-        staging, committed = self.store.stage(header), False
+        staging = version.stagings[header.part] = self.store.stage(header)
+        committed = False
         until = time.monotonic() + RECEIVE_SECONDS + header.payload_bytes / SLOWEST_BYTES
         while not (committed and staging.complete):
             message = await push.next_in_time()
@@ -156,21 +156,21 @@ class WeightReceiver:
 
         # 4. Apply it when all parts are complete. From then on a client's disconnect changes nothing: all tensors are
         # replaced, or none.
-        version.staged[header.part] = staging
-        if version.complete:
+        version.parts_missing -= 1
+        if not version.parts_missing:
             self._receiving = None
             self._applying_since = time.monotonic()
-            self._applying = version.applying = asyncio.create_task(self._apply(list(version.staged.values())))
+            self._applying = version.applying = asyncio.create_task(self._apply(list(version.stagings.values())))
             self._applying.add_done_callback(_seen)
-            version.news()
+            version.all_there.set_result(None)
         while version.applying is None:
             left = until - time.monotonic()
             await asyncio.wait({push.displaced, version.all_there}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if version.applying is None:
                 still_welcome()
                 if left <= 0:
-                    missing = version.parts - len(version.staged)
-                    raise ValueError(f"it came too slowly: {missing} of {version.parts} parts are missing")
+                    missing = f"{version.parts_missing} of {version.parts} parts are missing"
+                    raise ValueError(f"it came too slowly: {missing}")
         checking, pause = await asyncio.shield(version.applying)
         return pb.WeightReply.Applied(
             version=header.target,
@@ -204,7 +204,7 @@ class WeightReceiver:
             self._applying = None
         self.versions_applied += 1
         self._activity.applied(staging.target.incarnation)
-        self._quiet.say(
+        self._quiet.log(
             "applied",
             logging.INFO,
             "step %d of trainer %d is applied: %s, %d bytes in %.2f s; checked in %.2f s, decoding stood still %.3f s",
@@ -222,26 +222,19 @@ class _Version:
 
     def __init__(self, header: pb.WeightHeader):
         self._header, self.headers = header, [header]
-        self.target, self.parts = codec.version_from_proto(header.target), max(1, header.parts)
-        self.pushes: dict[int, _Push] = {}
-        self.staged: dict[int, Staging] = {}  # parts that are complete
+        self.target = codec.version_from_proto(header.target)
+        self.parts = self.parts_missing = max(1, header.parts)
+        self.pushes: dict[int, _Push] = {}  # by part
+        self.stagings: dict[int, Staging] = {}  # likewise
         self.applying: asyncio.Task[tuple[float, float]] | None = None
         self.ended = ""  # why it can no longer be completed
-        self.all_there: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.all_there: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # wakes its pushes
 
     def lacks(self, header: pb.WeightHeader) -> bool:
         """Whether this header belongs to a part of this version that no other push is sending."""
         ours = (self._header.target, self._header.HasField("base"), self._header.base, self.parts)
         same = ours == (header.target, header.HasField("base"), header.base, header.parts)
         return self.parts > 1 and same and header.part not in self.pushes
-
-    @property
-    def complete(self) -> bool:
-        return len(self.staged) == self.parts
-
-    def news(self) -> None:
-        """Marks the version as complete: wakes pushes that wait for the other parts."""
-        self.all_there.set_result(None)
 
     def displace(self) -> None:
         """Ends the reception of this version: wakes its pushes."""

@@ -11,21 +11,24 @@ Tensors are views into the copy, never copies of it. No gRPC and no event loop h
 
 import collections
 import math
-import weakref
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from rollout_server.engines.engine import Changes, EngineInfo
-from rollout_server.staging import Staging
 from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.chunks import Chunk, crc32
 from scalerl_jax.contract.limits import MAXIMUM_BLOCKS, MAXIMUM_CHUNK_BYTES, MAXIMUM_PARTS
 from scalerl_jax.contract.weight_delta import MAXIMUM_DELTA_SHARE, MAXIMUM_ELEMENTS, Change, Sparse, decode, digest
 from scalerl_jax.contract.weight_parts import Block, Blocks, Box, check_box, check_cover
 
 # Each chunk needs some bookkeeping, so their number is bounded too: 1 TiB in chunks of 1 MiB.
 MAXIMUM_CHUNKS = 2**20
+
+# A chunk that is wrong this often shows that the link or the sender is broken.
+MAXIMUM_ATTEMPTS = 8
 
 
 class FullSyncNeeded(ValueError):
@@ -47,6 +50,78 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16)
 
 
+class Staging:
+    """One version, or part of one, that is being received: chunks in any order, each checked, until none is missing.
+
+    It knows nothing of the bytes' meaning.
+    """
+
+    def __init__(self, header: pb.WeightHeader, buffer: np.ndarray, *, refused: Callable[[], None] = lambda: None):
+        """Fills `buffer` [payload_bytes] uint8. refused: called for each chunk whose checksum is wrong."""
+        self.header = header
+        self.target = codec.version_from_proto(header.target)
+        self._refused = refused
+        self.seconds = 0.0  # header to last good chunk
+        self._chunk_bytes = header.chunk_bytes
+        self._buffer = buffer.data  # slices of a memoryview accept bytes without a copy
+        self._began = time.monotonic()
+        self._good = np.zeros(-(-len(buffer) // header.chunk_bytes), bool)  # [chunks]
+        self.chunks = self.waiting = len(self._good)  # number of chunks; number not yet good
+        # Arrays, so that each chunk costs only a few bytes.
+        self._attempts = np.zeros(len(self._good), np.uint8)  # how often it was wrong
+        self._asked = np.zeros(len(self._good), bool)  # requested again and not received since
+
+    @property
+    def is_delta(self) -> bool:
+        return self.header.HasField("base")
+
+    @property
+    def complete(self) -> bool:
+        return self.waiting == 0
+
+    @property
+    def payload(self) -> np.ndarray:
+        """[payload_bytes] uint8; only once complete."""
+        assert self.complete
+        return np.frombuffer(self._buffer, np.uint8)
+
+    def put(self, chunk: Chunk) -> bool:
+        """Stores one chunk. Returns False if its checksum is wrong and it must be sent again.
+
+        Raises ValueError where sending it again would not help.
+        """
+        index, data = chunk.index, chunk.data
+        if index >= self.chunks:
+            raise ValueError(f"chunk {index} of {self.chunks}")
+        self._asked[index] = False
+        if crc32(data) != chunk.crc32:
+            self._refused()
+            if self._good[index]:
+                return True  # a good copy is here already
+            self._attempts[index] += 1
+            if self._attempts[index] >= MAXIMUM_ATTEMPTS:
+                raise ValueError(f"the checksum of chunk {index} was wrong {MAXIMUM_ATTEMPTS} times")
+            self._asked[index] = True
+            return False
+        start = index * self._chunk_bytes
+        size = min(self._chunk_bytes, len(self._buffer) - start)
+        if len(data) != size:
+            raise ValueError(f"chunk {index} has {len(data)} bytes, not {size}")
+        if not self._good[index]:
+            self._buffer[start : start + size] = data
+            self._good[index] = True
+            self.waiting -= 1
+            if self.complete:
+                self.seconds = time.monotonic() - self._began
+        return True
+
+    def ask(self) -> list[int]:
+        """Returns the missing chunks that were not requested again yet, and marks them as requested."""
+        missing = np.flatnonzero(~self._good & ~self._asked)
+        self._asked[missing] = True
+        return missing.tolist()
+
+
 class WeightStore:
     """Checks headers against the tensors of the engine's model, and owns the host copy."""
 
@@ -60,12 +135,10 @@ class WeightStore:
         self._offsets: dict[str, int] = {}  # of each tensor in the buffer, in bytes
         self.held: codec.Version | None = None
         self.chunks_refused = 0  # with a wrong checksum, since the start of the process
-        self._newest: weakref.ref[Staging] | None = None  # weak: the caller owns its buffer
 
-    def check_parts(self, headers: Iterable[pb.WeightHeader]) -> None:
+    def check_parts(self, headers: Sequence[pb.WeightHeader]) -> None:
         """Raises ValueError where these parts of one version take more memory than the weights do, or a tensor has more
         than MAXIMUM_PARTS blocks."""
-        headers = list(headers)
         blocks: collections.Counter[str] = collections.Counter()
         for header in headers:
             blocks.update({tensor.name: len(tensor.blocks) for tensor in header.tensors})
@@ -97,12 +170,8 @@ class WeightStore:
             self._check_blocks(header)
         if header.HasField("base"):
             self._check_delta(header)
-        elif header.parts > 1:
-            bytes_of_parts = sum(self._part_bytes(tensor, header) for tensor in header.tensors)
-            if header.payload_bytes != bytes_of_parts:
-                raise ValueError(f"payload_bytes is {header.payload_bytes}, the blocks take {bytes_of_parts}")
-        elif header.payload_bytes != self._payload_bytes:
-            raise ValueError(f"payload_bytes is {header.payload_bytes}, the tensors take {self._payload_bytes}")
+        else:
+            self._check_payload(header, "blocks" if header.parts > 1 else "tensors")
         if not 0 < header.chunk_bytes <= MAXIMUM_CHUNK_BYTES:
             raise ValueError(f"chunk_bytes is {header.chunk_bytes}, not within 1 and {MAXIMUM_CHUNK_BYTES}")
         chunks = -(-header.payload_bytes // header.chunk_bytes)
@@ -137,7 +206,7 @@ class WeightStore:
                 raise ValueError(f"tensor {tensor.name}: {len(tensor.blocks)} blocks, more than {MAXIMUM_BLOCKS}")
             shape = self._shapes[tensor.name]
             try:
-                size = sum(check_box(box, shape) for box in _boxes(tensor))
+                size = sum(check_box(box, shape) for box in self._boxes(tensor, header))
             except ValueError as error:
                 raise ValueError(f"tensor {tensor.name}: {error}") from None
             if size > math.prod(shape):
@@ -163,22 +232,30 @@ class WeightStore:
                 raise ValueError(f"tensor {tensor.name} has more than {MAXIMUM_ELEMENTS} elements")
             if tensor.changed > size:
                 raise ValueError(f"tensor {tensor.name}: {tensor.changed} of {size} elements changed")
-        bytes_of_parts = sum(self._part_bytes(tensor, header) for tensor in header.tensors)
-        if header.payload_bytes != bytes_of_parts:
-            raise ValueError(f"payload_bytes is {header.payload_bytes}, the tensors' parts take {bytes_of_parts}")
+        self._check_payload(header, "tensors' parts")
         if header.payload_bytes > MAXIMUM_DELTA_SHARE * self._payload_bytes:
             raise ValueError(
                 f"a delta of {header.payload_bytes} bytes, the dense version has {self._payload_bytes} "
                 f"(at most {MAXIMUM_DELTA_SHARE:g} of them)"
             )
 
+    def _check_payload(self, header: pb.WeightHeader, contents: str) -> None:
+        size = sum(self._part_bytes(tensor, header) for tensor in header.tensors)
+        if header.payload_bytes != size:
+            raise ValueError(f"payload_bytes is {header.payload_bytes}, the {contents} take {size}")
+
     def _part_bytes(self, tensor: pb.TensorInfo, header: pb.WeightHeader) -> int:
-        """Bytes of one tensor in a payload; not called for a whole dense version."""
+        """Bytes of one tensor in a payload."""
         if not tensor.dense and header.HasField("base"):
             return tensor.gap_bytes + 2 * tensor.changed
+        return sum(self._bytes(size) for _, size in self._boxes(tensor, header))
+
+    def _boxes(self, tensor: pb.TensorInfo, header: pb.WeightHeader) -> list[Box]:
+        """The boxes in which a dense tensor is sent: its blocks, or all of it where the version is in one part."""
         if header.parts > 1:
-            return sum(self._bytes(size) for _, size in _boxes(tensor))
-        return self._bytes(self._shapes[tensor.name])
+            return [(block.start, block.size) for block in tensor.blocks]
+        shape = self._shapes[tensor.name]
+        return [((0,) * len(shape), shape)]
 
     def check_base(self, header: pb.WeightHeader) -> None:
         """Raises FullSyncNeeded where the host copy does not hold the version that a delta starts from."""
@@ -206,17 +283,10 @@ class WeightStore:
         else:
             self.held, buffer = None, self._buffer
             self._place(header)
-        staging = Staging(header, buffer, refused=self._count_refused)
-        self._newest = weakref.ref(staging)
-        return staging
+        return Staging(header, buffer, refused=self._count_refused)
 
     def _count_refused(self) -> None:
         self.chunks_refused += 1
-
-    @property
-    def _staging(self) -> Staging | None:
-        """The latest Staging, while a push holds it."""
-        return self._newest() if self._newest is not None else None
 
     def _place(self, header: pb.WeightHeader) -> None:
         """Sets the offset of each tensor of a dense version in the host copy."""
@@ -233,7 +303,7 @@ class WeightStore:
         delta's changes are then undone. Raises ValueError where the parts of a dense version do not cover it.
         """
         changes: Changes = dict.fromkeys(self._shapes)
-        undo: dict[str, np.ndarray | Change] = {}
+        undo: dict[str, Change | Blocks] = {}
         parts = (staging, *others)
         if staging.is_delta:
             changes = self._decode(parts)
@@ -261,16 +331,16 @@ class WeightStore:
         boxes: dict[str, list[Box]] = collections.defaultdict(list)
         for part in parts:
             for tensor in part.header.tensors:
-                boxes[tensor.name] += _boxes(tensor)
+                boxes[tensor.name] += self._boxes(tensor, part.header)
         for name, shape in self._shapes.items():
             try:
                 check_cover(boxes[name], shape)
             except ValueError as error:
                 raise ValueError(f"the parts' blocks of tensor {name}: {error}") from None
 
-    def _parts(self, staging: Staging) -> Iterable[tuple[str, Sparse | np.ndarray | Blocks]]:
+    def _parts(self, staging: Staging) -> Iterable[tuple[str, Sparse | Blocks]]:
         """The contents of a payload, tensor by tensor."""
-        payload, offset, in_parts = staging.payload, 0, staging.header.parts > 1
+        payload, offset = staging.payload, 0
         for tensor in staging.header.tensors:
             size = self._part_bytes(tensor, staging.header)
             part = payload[offset : offset + size]
@@ -278,17 +348,15 @@ class WeightStore:
             if staging.is_delta and not tensor.dense:
                 values = np.frombuffer(part[tensor.gap_bytes :].tobytes(), self._dtype)
                 yield tensor.name, Sparse(tensor.changed, part[: tensor.gap_bytes], values)
-            elif in_parts:
-                yield tensor.name, tuple(self._cut(tensor, part))
             else:
-                # Copied, since it may start at an odd byte.
-                yield tensor.name, np.frombuffer(part.tobytes(), self._dtype).reshape(self._shapes[tensor.name])
+                yield tensor.name, tuple(self._cut(self._boxes(tensor, staging.header), part))
 
-    def _cut(self, tensor: pb.TensorInfo, part: np.ndarray) -> Iterable[Block]:
-        """Splits a tensor's bytes into its consecutive blocks."""
+    def _cut(self, boxes: Sequence[Box], part: np.ndarray) -> Iterable[Block]:
+        """Splits a tensor's bytes into consecutive blocks."""
         offset = 0
-        for start, size in _boxes(tensor):
+        for start, size in boxes:
             count = self._bytes(size)
+            # Copied, since it may start at an odd byte.
             values = np.frombuffer(part[offset : offset + count].tobytes(), self._dtype)
             yield Block(tuple(start), values.reshape(tuple(size)))
             offset += count
@@ -299,7 +367,7 @@ class WeightStore:
         for staging in parts:
             for name, part in self._parts(staging):
                 if not isinstance(part, Sparse):
-                    if not isinstance(part, tuple) or part:
+                    if part:
                         found[name] = None
                 elif part.changed or len(part.gaps):
                     try:
@@ -310,14 +378,16 @@ class WeightStore:
                         so_far.append(change)
         return {name: None if some is None else _together(name, some) for name, some in found.items()}
 
-    def _write(self, parts: Sequence[Staging], changes: Changes) -> dict[str, np.ndarray | Change]:
+    def _write(self, parts: Sequence[Staging], changes: Changes) -> dict[str, Change | Blocks]:
         """Writes the changes into the host copy; returns the values that they replaced."""
-        undo: dict[str, np.ndarray | Change] = {}
+        undo: dict[str, Change | Blocks] = {}
         for name, change in changes.items():
-            view = self._view(name).reshape(-1)
-            undo[name] = Change(change.positions, view[change.positions]) if change else view.copy()
+            view = self._view(name)
             if change:
+                undo[name] = Change(change.positions, view.reshape(-1)[change.positions])
                 self._set(name, change)
+            else:
+                undo[name] = (Block((0,) * view.ndim, view.copy()),)
         for staging in parts:
             for name, part in self._parts(staging):
                 if not isinstance(part, Sparse):
@@ -326,12 +396,10 @@ class WeightStore:
                     self._set(name, decode(part, math.prod(self._shapes[name])))
         return undo
 
-    def _set(self, name: str, part: np.ndarray | Change | Blocks) -> None:
+    def _set(self, name: str, part: Change | Blocks) -> None:
         view = self._view(name)
         if isinstance(part, Change):
             view.reshape(-1)[part.positions] = part.values
-        elif isinstance(part, np.ndarray):
-            view.reshape(-1)[:] = part.reshape(-1)
         else:
             for block in part:
                 view[block.index] = block.values
@@ -339,10 +407,6 @@ class WeightStore:
     def _view(self, name: str) -> np.ndarray:
         assert self._buffer is not None
         return np.ndarray(self._shapes[name], self._dtype, self._buffer.data, self._offsets[name])
-
-
-def _boxes(tensor: pb.TensorInfo) -> list[Box]:
-    return [(block.start, block.size) for block in tensor.blocks]
 
 
 def _digests(parts: Sequence[Staging]) -> dict[str, int]:

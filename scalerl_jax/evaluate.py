@@ -38,16 +38,16 @@ from scalerl_jax.gateway.agents import agents_of
 from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_config
 from scalerl_jax.model.hf import Tensors, to_hf
 from scalerl_jax.model.tensor_layout import layout
-from scalerl_jax.report.evaluation_table import evaluation_table
 from scalerl_jax.rollouts.evaluator import Evaluator
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.servers.discovery import Servers
 from scalerl_jax.rollouts.servers.validate_status import FleetError, ProbeError
-from scalerl_jax.run import compute_dtype, continuing
+from scalerl_jax.run import continuing
 from scalerl_jax.run.evaluation_folder import EvaluationFolder
 from scalerl_jax.run.evaluation_request import asked
 from scalerl_jax.run.inputs import check_length, digests, held_out_rows
 from scalerl_jax.run.jsonl import read_rows
+from scalerl_jax.run.pass_rates import evaluation_table
 from scalerl_jax.run.progress import ProgressLine
 from scalerl_jax.run.setup import expected_of, given_servers
 from scalerl_jax.system import platforms, signals
@@ -169,7 +169,7 @@ def main(given: GivenConfig) -> None:
 
     # ---- 1. The prompts, and the policies to evaluate ----------------------------------------------------------------
     config = asked(given)
-    for line in compute_dtype.settle(config, FLAGS.workdir):
+    for line in continuing.settle_dtypes(config, FLAGS.workdir):
         print(line, file=sys.stderr)
     workdir, name = FLAGS.workdir, os.path.basename(os.path.abspath(config.model.path))
     steps = steps_of(workdir, FLAGS.steps) if workdir else [0]

@@ -43,7 +43,7 @@ from scalerl_jax.model.hf import load_hf
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.model.lora import write_adapter
 from scalerl_jax.model.safetensors_folder import Tensors
-from scalerl_jax.run import compute_dtype, continuing, jsonl
+from scalerl_jax.run import continuing, jsonl
 from scalerl_jax.run.folder import RunFolder, explain_write_errors
 from scalerl_jax.run.progress import ProgressLine
 from scalerl_jax.system import files, signals
@@ -208,7 +208,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
     signals.expect("interrupted before the first update: the same command begins again")
     with explain_write_errors(workdir), contextlib.ExitStack() as stack:
         # ---- 1. The run folder; nothing to do if the model exists --------------------------------------------------
-        chosen = compute_dtype.settle(config, workdir)
+        chosen = continuing.settle_dtypes(config, workdir)
         with entry.user_mistakes():
             kept = relevant(config)
         folder = stack.enter_context(RunFolder(workdir, kept, allow=allow, warm_start=True))
@@ -266,16 +266,16 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
         folder.resume(start)
         line = stack.enter_context(ProgressLine("warm start", updates=config.sft.max_steps, step=start))
         parameters = sum(x.size for x in jax.tree.leaves(trainer.state["params"]))
-        line.say(f"warm start: {parameters / 1e6:.2f}M parameters, {config.sft.max_steps} updates, from update {start}")
+        line.log(f"warm start: {parameters / 1e6:.2f}M parameters, {config.sft.max_steps} updates, from update {start}")
         for remark in (*chosen, trainer.attention_note, *traces.notes):
-            line.say(f"warm start: {remark}")
+            line.log(f"warm start: {remark}")
         if there:
-            line.say(f"warm start: {out} is of the config before, and is replaced at the end")
+            line.log(f"warm start: {out} is of the config before, and is replaced at the end")
         evaluated = ""
         if held_out and not start:
             loss = evaluation_loss(trainer, held_out)
             folder.metrics(0, {"evaluation_loss": loss})
-            line.say(f"warm start: evaluation loss {loss:.4f} before the first update")
+            line.log(f"warm start: evaluation loss {loss:.4f} before the first update")
 
         # ---- 4. The loop -------------------------------------------------------------------------------------------
         rate = jax.jit(schedule_of(config))
@@ -308,7 +308,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             model, adapter = os.path.abspath(config.sft.model_path), folder.path("adapter")
             trained = trainer.state["params"]
             write_adapter(adapter, trained, trainer.lora, model=model, base=trainer.base, replace=True)
-            line.say(f"warm start: wrote {adapter}")
+            line.log(f"warm start: wrote {adapter}")
         write_model_folder(
             out,
             params=trainer.policy,
@@ -319,7 +319,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
         )
         if os.path.exists(folder.path(_OUTDATED)):
             os.remove(folder.path(_OUTDATED))
-        line.say(f"warm start: wrote {out}")
+        line.log(f"warm start: wrote {out}")
 
 
 def run() -> None:

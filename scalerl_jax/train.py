@@ -35,14 +35,14 @@ from scalerl_jax.learner.optimizer import learning_rate, step_scale
 from scalerl_jax.learner.trainer import Trainer
 from scalerl_jax.model.hf import load_hf
 from scalerl_jax.report import summary
-from scalerl_jax.report.writer import ReportWriter
+from scalerl_jax.report.page import ReportWriter
 from scalerl_jax.rollouts import pacing
 from scalerl_jax.rollouts.fleet import Fleet
 from scalerl_jax.rollouts.parity import Parity
 from scalerl_jax.rollouts.servers.validate_status import FleetError, ProbeError
 from scalerl_jax.rollouts.status import WaitTimes
 from scalerl_jax.rollouts.weights.publisher import Incarnation, SyncStats
-from scalerl_jax.run import collapse_guard, compute_dtype, inputs, setup
+from scalerl_jax.run import collapse_guard, continuing, inputs, setup
 from scalerl_jax.run.collapse_guard import Collapsed, CollapseGuard
 from scalerl_jax.run.evaluations import Evaluations
 from scalerl_jax.run.exporter import TrainerMetrics
@@ -78,7 +78,7 @@ def train(config: Config) -> None:
             lead = enter(config, FLAGS, stack)
 
         # ---- 1. The run folder; what the run starts from; its servers ------------------------------------------------
-        chosen = compute_dtype.settle(config, FLAGS.workdir)
+        chosen = continuing.settle_dtypes(config, FLAGS.workdir)
         folder = stack.enter_context(RunFolder(FLAGS.workdir, config, allow=FLAGS.allow))
         if FLAGS.from_step is not None:
             print(collapse_guard.go_back(FLAGS.workdir, FLAGS.from_step), file=sys.stderr)
@@ -184,10 +184,10 @@ def train(config: Config) -> None:
         # ---- 4. Watching, evaluating, saving and logging -------------------------------------------------------------
         line = stack.enter_context(ProgressLine("train", updates=config.max_steps, step=start))
         report = stack.enter_context(ReportWriter(folder.workdir))
-        forecast = stack.enter_context(LiveForecast(updates=config.max_steps, say=line.say))
-        parity = Parity(config, expected=given.expected, score=trainer.score, fleet=fleet, say=line.say)
+        forecast = stack.enter_context(LiveForecast(updates=config.max_steps, log=line.log))
+        parity = Parity(config, expected=given.expected, score=trainer.score, fleet=fleet, say=line.log)
         waits = WaitTimes()
-        guard = CollapseGuard(config, folder=folder, checkpoints=checkpoints, say=line.say)
+        guard = CollapseGuard(config, folder=folder, checkpoints=checkpoints, log=line.log)
         if lead is None:
             checkpoints.also = guard.kept
 
@@ -205,7 +205,7 @@ def train(config: Config) -> None:
             evaluations=evaluations, ledger=ledger, step=start,
         )  # fmt: skip
         metrics = StepMetrics(
-            config, folder=folder, tokenizer=given.tokenizer, line=line, on_row=guard.wrap(exported.row)
+            config, folder=folder, tokenizer=given.tokenizer, line=line, guard=guard, exported=exported
         )
 
         def serve_fleet() -> None:
@@ -228,7 +228,7 @@ def train(config: Config) -> None:
             remarks.append(f"going on from step {start} of {config.max_steps}")
         now = inputs.digests(config, rows.held_out, rows.train)
         for remark in (*remarks, *setup.remarks_on_changes(folder, now, step=start, fresh=found is None)):
-            line.say(remark)
+            line.log(remark)
 
         # ---- 5. The loop ---------------------------------------------------------------------------------------------
         thinks = config.rollout.thinking_budget_max > 0
@@ -253,7 +253,7 @@ def train(config: Config) -> None:
                     with waits.waiting():
                         groups = fleet.batch(number, wait=wait)
                 except NoPromptLeft as solved:  # config.curriculum.when_empty: the run ends here
-                    line.say(f"the run ends after step {number} of {config.max_steps}: {solved}")
+                    line.log(f"the run ends after step {number} of {config.max_steps}: {solved}")
                     evaluations.ask(number, wait=wait, last=True)
                     guard.raise_if_collapsed()
                     saving.save_if_due(last=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from docs.generate import metric_names
 from docs.generate.markdown import code, prose, sentence, table
-from rollout_server import server_metrics
+from rollout_server import service
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.run import exporter
 from scalerl_jax.system.metrics_endpoint import Family
@@ -87,4 +87,4 @@ def trainer_families() -> list[Family]:
 
 
 def generator_families() -> list[Family]:
-    return list(server_metrics.families(pb.StatusReply()))
+    return list(service.families(pb.StatusReply()))

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollout_server.engines.admission import check_request
-from rollout_server.engines.engine import AskedAgain, EngineInfo, EngineStatus, QueueFull, WrongVersion
+from rollout_server.engines.engine import AskedAgain, EngineInfo, EngineStatus, QueueFull, WrongVersion, check_request
 from rollout_server.engines.sequence import Counters, Sequence
 from scalerl_jax.contract.codec import Completion, GroupRequest, Version
 

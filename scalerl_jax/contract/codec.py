@@ -25,6 +25,7 @@ _EXPERT_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(n
 _FINISH_CODES = {name: code for code, name in FINISH_REASONS.items()}
 
 # Fields that have one name, and one meaning, on the wire and here.
+_OF_REQUEST = ("incarnation", "group_id", "minimum_step", "router_replay", "session")
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "answer_budget")
 _OF_COMPLETION = ("incarnation", "group_id", "index", "queued_seconds", "sampling_seconds")
 
@@ -189,6 +190,10 @@ def decode_ids(data: bytes) -> np.ndarray:
     return np.frombuffer(data, dtype="<i4").astype(np.int32)
 
 
+def _id_tuple(data: bytes) -> tuple[int, ...]:
+    return tuple(decode_ids(data).tolist())
+
+
 def encode_floats(values: Sequence[float] | np.ndarray) -> bytes:
     return np.asarray(values, dtype="<f4").tobytes()
 
@@ -211,53 +216,38 @@ def version_from_proto(message: pb.Version) -> Version:
 
 def request_to_proto(request: GroupRequest) -> pb.GenerateRequest:
     sampling, interruption = request.sampling, request.interruption
-    message = pb.GenerateRequest(
-        incarnation=request.incarnation,
-        group_id=request.group_id,
+    return pb.GenerateRequest(
+        **_same(request, _OF_REQUEST),
         prompt_token_ids=encode_ids(request.prompt),
-        completions=[
-            pb.CompletionRequest(index=c.index, seed=c.seed, thinking_budget=c.thinking_budget)
-            for c in request.completions
-        ],
+        completions=[pb.CompletionRequest(**vars(wanted)) for wanted in request.completions],
         sampling=pb.Sampling(**_same(sampling, _OF_SAMPLING), stop_token_ids=encode_ids(sampling.stop_token_ids)),
         interruption=pb.Interruption(
             text_token_ids=encode_ids(interruption.text_token_ids),
             end_of_thinking_token_ids=encode_ids(interruption.end_of_thinking_token_ids),
         ),
-        minimum_step=request.minimum_step,
-        router_replay=request.router_replay,
-        session=request.session,
+        pinned_step=request.pinned_step,
     )
-    if request.pinned_step is not None:
-        message.pinned_step = request.pinned_step
-    return message
 
 
 def request_from_proto(message: pb.GenerateRequest) -> GroupRequest:
     """Raises ValueError on bytes that are no tokens, and on a name that is too long.
 
-    The server decides whether it can be served (rollout_server/engines/admission.py).
+    The server decides whether it can be served (rollout_server/engines/engine.py).
     """
     for field in ("group_id", "session"):
         if (length := len(getattr(message, field))) > limits.MAXIMUM_NAME_CHARACTERS:
             raise ValueError(f"a {field} of {length} characters, at most {limits.MAXIMUM_NAME_CHARACTERS} may be")
     return GroupRequest(
-        incarnation=message.incarnation,
-        group_id=message.group_id,
+        **_same(message, _OF_REQUEST),
         prompt=decode_ids(message.prompt_token_ids),
         completions=tuple(CompletionRequest(c.index, c.seed, c.thinking_budget) for c in message.completions),
         sampling=Sampling(
-            **_same(message.sampling, _OF_SAMPLING),
-            stop_token_ids=tuple(decode_ids(message.sampling.stop_token_ids).tolist()),
+            **_same(message.sampling, _OF_SAMPLING), stop_token_ids=_id_tuple(message.sampling.stop_token_ids)
         ),
         interruption=Interruption(
-            tuple(decode_ids(message.interruption.text_token_ids).tolist()),
-            tuple(decode_ids(message.interruption.end_of_thinking_token_ids).tolist()),
+            _id_tuple(message.interruption.text_token_ids), _id_tuple(message.interruption.end_of_thinking_token_ids)
         ),
-        minimum_step=message.minimum_step,
         pinned_step=message.pinned_step if message.HasField("pinned_step") else None,
-        router_replay=message.router_replay,
-        session=message.session,
     )
 
 

@@ -10,7 +10,7 @@ import collections
 
 LONGEST = 300  # characters of one peer's text in one line of a log, by default
 DETAIL_BYTES = 1024  # of UTF-8
-TELL_SECONDS = 60.0  # between two lines of one kind
+LOG_SECONDS = 60.0  # between two lines of one kind
 
 
 def printable(text: object, *, longest: int = LONGEST) -> str:
@@ -48,7 +48,7 @@ class LogLimit:
     def happened(self, kind: str, *, now: float) -> int:
         """Counts an event; returns how many to log now, 0 if it is too early. `kind` is our text, not a server's."""
         self._unlogged[kind] += 1
-        if now - self._logged_at.get(kind, -TELL_SECONDS) < TELL_SECONDS:
+        if now - self._logged_at.get(kind, -LOG_SECONDS) < LOG_SECONDS:
             return 0
         self._logged_at[kind] = now
         return self._unlogged.pop(kind)

@@ -52,10 +52,6 @@ class Sparse:
     gaps: np.ndarray  # [gap bytes] uint8
     values: np.ndarray  # [changed] uint16
 
-    @property
-    def nbytes(self) -> int:
-        return self.gaps.nbytes + self.values.nbytes
-
 
 @dataclasses.dataclass(frozen=True)
 class WeightDelta:
@@ -71,10 +67,7 @@ class WeightDelta:
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            sum(block.values.nbytes for block in part) if isinstance(part, tuple) else part.nbytes
-            for part in self.tensors.values()
-        )
+        return sum(array.nbytes for part in self.tensors.values() for array in _arrays(part))
 
     @property
     def elements(self) -> int:
@@ -85,11 +78,7 @@ class WeightDelta:
     def changed(self) -> int:
         """Number of elements that are sent; of a tensor sent whole all count."""
         return sum(
-            part.changed
-            if isinstance(part, Sparse)
-            else sum(block.values.size for block in part)
-            if isinstance(part, tuple)
-            else part.size
+            part.changed if isinstance(part, Sparse) else sum(array.size for array in _arrays(part))
             for part in self.tensors.values()
         )
 
@@ -97,6 +86,12 @@ class WeightDelta:
     def whole(self) -> int:
         """Number of tensors that are sent whole, or as all of this host's blocks of them."""
         return sum(not isinstance(part, Sparse) for part in self.tensors.values())
+
+
+def _arrays(part: Sparse | np.ndarray | Blocks) -> list[np.ndarray]:
+    if isinstance(part, Sparse):
+        return [part.gaps, part.values]
+    return [block.values for block in part] if isinstance(part, tuple) else [part]
 
 
 def encode(change: Change) -> Sparse:

@@ -25,7 +25,6 @@ from scalerl_jax.environments import code_tests, sandbox
 from scalerl_jax.environments.base import Environment, Row, Score, ScorerError
 from scalerl_jax.environments.code_judge import judge
 from scalerl_jax.environments.data.reader import Reader
-from scalerl_jax.environments.sandbox_check import check
 
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([\w+-]*)")
 _PYTHON = ("python", "python3", "py")
@@ -75,7 +74,7 @@ def prepare(environment: EnvironmentConfig) -> None:
             f"config.environment.verifier_memory_bytes, {around}, which the process that starts programs may have: "
             "lower the first or raise the second"
         )
-    check(sandbox.Limits.of(environment.sandbox))
+    sandbox.check(sandbox.Limits.of(environment.sandbox))
 
 
 def waits_seconds(limits: SandboxConfig) -> float:

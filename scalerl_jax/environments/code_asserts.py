@@ -70,7 +70,7 @@ def _scalerl_call(name, arguments, keywords):
     arguments, keywords = _scalerl_unpack(arguments), _scalerl_unpack(keywords)
     try:
         given = function(*arguments, **keywords)
-        return {"gave": _scalerl_pack(given), "changed": _scalerl_pack(arguments)}
+        return {"returned": _scalerl_pack(given), "changed": _scalerl_pack(arguments)}
     except Exception as error:
         return {"raised": [type(error).__name__, str(error)[:200]]}
 """
@@ -116,16 +116,16 @@ def _scalerl_test(text, known):
                 asked.call = [name, _scalerl_pack(list(arguments)), _scalerl_pack(keywords)]
                 raise asked
             if "raised" in answer:
-                kind, said = answer["raised"]
+                kind, message = answer["raised"]
                 kind = getattr(builtins, kind, None) or type(kind, (Exception,), {})
-                raise kind(said)
+                raise kind(message)
             for before, after in zip(arguments, _scalerl_unpack(answer["changed"])):
                 if isinstance(before, list):
                     before[:] = after
                 elif isinstance(before, (dict, set)):
                     before.clear()
                     before.update(after)
-            return _scalerl_unpack(answer["gave"])
+            return _scalerl_unpack(answer["returned"])
         call.__name__ = name
         return call
 
@@ -149,13 +149,13 @@ def _scalerl_test(text, known):
     except _ScalerlAsks as asked:
         return {"call": asked.call}
     except Exception as error:
-        said, lines, line, trace = f"{type(error).__name__}: {error}", text.splitlines(), 0, error.__traceback__
+        message, lines, line, trace = f"{type(error).__name__}: {error}", text.splitlines(), 0, error.__traceback__
         while trace is not None:
             line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == "test.py" else line
             trace = trace.tb_next
         if 0 < line <= len(lines):
-            said = f"{said.removesuffix(': ')} at {lines[line - 1].strip()}"
-        return {"failed": said[:200]}
+            message = f"{message.removesuffix(': ')} at {lines[line - 1].strip()}"
+        return {"failed": message[:200]}
     return {"passed": True}
 """
 
@@ -177,10 +177,7 @@ def of_check(text: str, called: str, where: str) -> list[str]:
     Raises ValueError.
     """
     end = f"check({called.rpartition('.')[2]})"
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no Python: {getattr(error, 'msg', error)}") from None
+    tree = _parsed(text, where)
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
     if len(functions) != 1:
         raise ValueError(f"{where} defines no function check")
@@ -194,12 +191,15 @@ def of_check(text: str, called: str, where: str) -> list[str]:
     return tests
 
 
-def _check(text: str, where: str) -> None:
+def _parsed(text: str, where: str) -> ast.Module:
     try:
-        tree = ast.parse(text)
+        return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{where} is no Python: {getattr(error, 'msg', error)}") from None
-    for node in ast.walk(tree):
+
+
+def _check(text: str, where: str) -> None:
+    for node in ast.walk(_parsed(text, where)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             names = [node.module or "."]

@@ -39,10 +39,6 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,6})?", re.ASCII)
 _TEXT = re.compile(r"0\d+", re.ASCII)
 
 
-def same_output(wanted: str, given: str) -> bool:
-    return differing_line(wanted, given) is None
-
-
 def differing_line(wanted: str, given: str) -> tuple[str, str] | None:
     """The first pair of lines (wanted, given) that differs; "" stands for a missing line."""
     wanted_lines, given_lines = wanted.strip().split("\n"), given.strip().split("\n")

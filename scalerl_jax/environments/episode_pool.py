@@ -24,9 +24,7 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -36,16 +34,22 @@ from typing import Any
 
 import numpy as np
 
-from scalerl_jax import config_io
-from scalerl_jax.config import Config
+from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.environments import parts
 from scalerl_jax.environments.agent import Client
 from scalerl_jax.environments.base import Environment, Row, Score, ScorerError
-from scalerl_jax.environments.complaints import Complaints
 from scalerl_jax.environments.episode import Step, Trajectory
 from scalerl_jax.environments.prompts import Replies
-from scalerl_jax.environments.scorer_pool import START_SECONDS, START_TRIES, row_json, worker_environment
+from scalerl_jax.environments.scorer_pool import Complaints, row_json
 from scalerl_jax.environments.thinking import split_as_run
+from scalerl_jax.environments.worker_process import (
+    START_SECONDS,
+    START_TRIES,
+    WorkerDied,
+    WorkerProcess,
+    exchange,
+    first_line,
+)
 
 STEPS_AT_ONCE = 64  # concurrent steps; further ones wait
 GRACE_SECONDS = 30.0  # by clock, beyond a step's limit: by then the kernel should have ended its process
@@ -83,8 +87,7 @@ class EpisodePool:
         self._failed_on_end, self._first_failure = 0, ""  # consecutive failed episodes; why the first failed
         self._any_ended = False  # whether any episode ended otherwise than by failing
         self._connections: weakref.WeakKeyDictionary[Trajectory, _Connection] = weakref.WeakKeyDictionary()
-        self._control: socket.socket | None = None
-        self._process: subprocess.Popen | None = None
+        self._worker: WorkerProcess | None = None
         # The kernel ends the worker with the thread that started it, so that thread must live as long as the pool.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="episodes")
         self._threads = ThreadPoolExecutor(STEPS_AT_ONCE, thread_name_prefix="episode-step")
@@ -104,7 +107,7 @@ class EpisodePool:
 
     async def run(self, row: Row, client: Client) -> Score:
         """Plays a row with an agent. Raises EpisodeFailed; its `late` is True if the time was up."""
-        seconds = self._configs[row.environment].environment.episode_seconds
+        seconds = self._settings(row).episode_seconds
         connection = await asyncio.to_thread(self._open)
         reader, writer = await asyncio.open_connection(sock=connection.socket, limit=MOST_LINE_BYTES)
 
@@ -141,8 +144,8 @@ class EpisodePool:
         field = parts.field(row.environment, "name")
         if not self._closing:
             line = f"{field}: an episode failed: {why}; it is excluded"
-            self._complaints.say(f"{row.environment} episode {why[:40]}", line)
-            self._raise_if_all_fail(f"{field}={self._configs[row.environment].environment.name}", why)
+            self._complaints.log(f"{row.environment} episode {why[:40]}", line)
+            self._raise_if_all_fail(f"{field}={self._settings(row).name}", why)
 
     def ended(self, how: str) -> None:
         """An episode ended for a reason of ENDED; resets the count of failures unless it failed or a turn was cut."""
@@ -162,12 +165,12 @@ class EpisodePool:
         for connection in connections:
             connection.end()
         self._threads.shutdown(wait=True, cancel_futures=True)
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        if self._worker is not None:
+            self._worker.process.kill()
+            self._worker.process.wait()
         self._starter.shutdown()
+        if self._worker is not None:
+            self._worker.end()
 
     # ---- on a thread of the pool
 
@@ -182,7 +185,8 @@ class EpisodePool:
         try:
             if connection is None:
                 connection = self._begin(row, trajectory)
-            step = connection.step(self._question(row, ids, connection), self._seconds(row))
+            question = json.dumps(self._question(row, ids, connection))
+            step = Step(**connection.exchange(question, self._settings(row).turn_seconds)["step"])
         except EpisodeFailed as failure:
             return self._failed(row, trajectory, str(failure))
         connection.add(step, time.monotonic() - began)
@@ -210,8 +214,8 @@ class EpisodePool:
         calls = {"calls": row.calls, "tools": row.tools}
         return {"turn": answer or "", "thinking": thinking, "tokens": len(ids), **calls}
 
-    def _seconds(self, row: Row) -> float:
-        return self._configs[row.environment].environment.turn_seconds
+    def _settings(self, row: Row) -> EnvironmentConfig:
+        return self._configs[row.environment].environment
 
     def _begin(self, row: Row, trajectory: Trajectory) -> "_Connection":
         connection = self._open()
@@ -221,7 +225,7 @@ class EpisodePool:
                 raise EpisodeFailed("the run ends")
             self._connections[trajectory] = connection
         weakref.finalize(trajectory, connection.end)  # also if the trajectory is dropped without a score
-        connection.pid = connection.exchange(self._beginning(row), self._seconds(row))["pid"]
+        connection.pid = connection.exchange(self._beginning(row), self._settings(row).turn_seconds)["pid"]
         return connection
 
     def _beginning(self, row: Row) -> str:
@@ -249,7 +253,7 @@ class EpisodePool:
         reward = sum(connection.rewards)
         correct = last.correct
         if correct is None:
-            correct = reward >= self._configs[row.environment].environment.correct_at
+            correct = reward >= self._settings(row).correct_at
         return Score(reward, correct, self._end(trajectory, "done"), turns=tuple(connection.rewards))
 
     def _cut(self, trajectory: Trajectory, ended: str, why: str) -> Score:
@@ -286,58 +290,39 @@ class EpisodePool:
     def _send(self, theirs: socket.socket) -> None:
         """Sends an episode's socket to the worker; a worker that died is replaced."""
         for attempt in range(2):
-            if attempt or self._process is None or self._process.poll() is not None:
+            if attempt or self._worker is None or self._worker.process.poll() is not None:
+                if self._worker is not None:
+                    self._worker.end()
                 self._start()
-            assert self._control is not None
+            assert self._worker is not None
             with contextlib.suppress(OSError):
-                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+                socket.send_fds(self._worker.socket, [b"+"], [theirs.fileno()])
                 return
 
     def _start(self) -> None:
         """Starts the worker; restarts it if it is killed before it is ready. Raises ScorerError."""
+        first = first_line(self._config, parts=[*self._environments])
+        why = ""
         for _ in range(START_TRIES):
             if self._closing:
                 raise ScorerError("the run ends")
-            began = time.monotonic()
-            if not (why := self._started()):
-                return
-            assert self._process is not None
-            if self._process.wait() >= 0 or time.monotonic() - began >= START_SECONDS:
-                break  # a retry would fail in the same way
-        raise ScorerError(f"the process that plays episodes ended: {why}")
-
-    def _started(self) -> str:
-        """Starts the worker once. Returns "" if it is ready; if it ended before, its last line of stderr."""
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "scalerl_jax.environments.episode_worker"]
-        with theirs, tempfile.TemporaryFile() as errors:
             try:
-                self._process = subprocess.Popen(
-                    command, stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=errors, env=worker_environment(),
-                    start_new_session=True,
-                )  # fmt: skip
+                self._worker = WorkerProcess([sys.executable, "-m", "scalerl_jax.environments.episode_worker"])
             except OSError as error:
                 raise ScorerError(f"the process that plays episodes cannot be started: {error}") from error
-            self._control = ours
-            first = {"config": config_io.to_json(self._config), "parent": os.getpid(), "parts": [*self._environments]}
-            deadline = threading.Timer(START_SECONDS, self._process.kill)
-            deadline.start()
             try:
-                with contextlib.suppress(BrokenPipeError):
-                    ours.sendall(json.dumps(first).encode() + b"\n")
-                assert self._process.stdout is not None
-                with self._process.stdout as replies:
-                    line = replies.readline()
-            finally:
-                deadline.cancel()
-            reply = json.loads(line) if line.endswith(b"\n") else {}
+                reply = json.loads(self._worker.exchange(first, START_SECONDS))
+            except WorkerDied as death:
+                last_line = self._worker.last_stderr_line()
+                code = self._worker.end(by_itself=death.ended)
+                why = last_line or f"exit code {code}"
+                if not death.ended or code is None or code >= 0:
+                    break  # a retry would fail in the same way
+                continue
             if "error" in reply:
                 raise ScorerError(reply["error"])
-            if "ready" in reply:
-                return ""
-            errors.seek(0)
-            lines = errors.read().decode(errors="replace").strip().splitlines()
-            return lines[-1] if lines else f"exit code {self._process.wait()}"
+            return
+        raise ScorerError(f"the process that plays episodes ended: {why}")
 
 
 class EpisodeFailed(Exception):
@@ -366,22 +351,13 @@ class _Connection:
         self.seconds += seconds
         self.metrics |= step.metrics
 
-    def step(self, question: Mapping[str, Any], seconds: float) -> Step:
-        return Step(**self.exchange(json.dumps(question), seconds)["step"])
-
     def exchange(self, line: str, seconds: float) -> dict[str, Any]:
         """Writes a line and reads one. Raises EpisodeFailed if none arrives, or it contains an error."""
-        end, reply = time.monotonic() + seconds + GRACE_SECONDS, b""
         try:
-            self.socket.settimeout(seconds + GRACE_SECONDS)
-            self.socket.sendall(line.encode() + b"\n")
-            while not reply.endswith(b"\n"):
-                self.socket.settimeout(max(0.01, end - time.monotonic()))
-                data = self.socket.recv(65_536)
-                if not data:
-                    raise EpisodeFailed(f"its process ended: it crashed, or a step took {seconds:g} s (turn_seconds)")
-                reply += data
-            found = json.loads(reply)
+            found = json.loads(exchange(self.socket, line, seconds + GRACE_SECONDS))
+        except EOFError:
+            why = f"its process ended: it crashed, or a step took {seconds:g} s (turn_seconds)"
+            raise EpisodeFailed(why) from None
         except (OSError, ValueError) as error:
             # The process is alive, since its end of the socket is open: user code must have cancelled its alarm.
             if isinstance(error, TimeoutError) and self.pid is not None:

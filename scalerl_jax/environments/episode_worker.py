@@ -1,14 +1,13 @@
 """A process that plays episodes: it makes the run's environments once, and forks for each episode.
 
-    standard input, a Unix socket   the config in one line, in the format of score_worker.py plus "parts"; then one byte
-                                    per episode, which carries the episode's socket
+    standard input, a Unix socket   the config in one line (worker_process.py) and "parts", answered by {"ready": true}
+                                    or {"error": line}; then one byte per episode, which carries the episode's socket
     an episode's socket             read                              written
                                     {"part", "row", "seed"}           {"pid"}: it has begun
                                     {"turn", "thinking", "tokens",    {"step": {...}}
                                      "calls", "tools"}
                                     {"client"}: for an agent          {"score": {...}}: it has ended
                                                                       {"error": line}: instead of any of these
-    standard output                 {"ready": true} or {"error": line}, once
 
 A fork costs milliseconds and shares the memory of the environments. A crash, a leak or a hang of an episode affects
 only its process. The kernel ends an episode whose step takes longer than environment.turn_seconds by clock, and an
@@ -21,24 +20,22 @@ import dataclasses
 import functools
 import gc
 import json
-import logging
 import os
 import random
-import resource
 import signal
 import socket
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from scalerl_jax import config_io
 from scalerl_jax.config import Config
 from scalerl_jax.environments import parts, user_code
 from scalerl_jax.environments.agent import Client
 from scalerl_jax.environments.base import Completion, Row, ScorerError
 from scalerl_jax.environments.episode import as_step
-from scalerl_jax.environments.score_worker import Parts, die_with_parent
+from scalerl_jax.environments.score_worker import Parts
 from scalerl_jax.environments.tool_calls import read_calls
+from scalerl_jax.environments.worker_process import begin, die_with_parent, ready
 
 
 def _answer(question: Mapping[str, Any], environments: Parts, episodes: list[Any]) -> dict[str, Any]:
@@ -89,34 +86,19 @@ def _play(connection: socket.socket, environments: Parts, configs: Mapping[str, 
 
 
 def main() -> None:
-    die_with_parent()
     control = socket.socket(fileno=os.dup(0))
-    replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    with open(os.devnull, "r+b") as nowhere:
-        for number in (0, 1):
-            os.dup2(nowhere.fileno(), number)
-        logging.disable(logging.CRITICAL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-        with control.makefile("rb", buffering=0) as first_line:  # unbuffered: the bytes after it carry sockets
-            first = json.loads(first_line.readline() or b"{}")
-        if first.get("parent") != os.getppid():
-            os._exit(0)  # the parent ended before die_with_parent
-        configs = parts.configs(config_io.from_json(first["config"]))
-        memory = max(of_part.environment.verifier_memory_bytes for of_part in configs.values())
-        for kind, size in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
-            with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(kind, (size, size))
-        environments = Parts(config_io.from_json(first["config"]))
-        try:
-            for part in first["parts"]:
-                _ = environments[part]
-        except ScorerError as error:
-            replies.write(json.dumps({"error": str(error)}) + "\n")
-            os._exit(0)
-        gc.collect()
-        gc.freeze()  # a collection in a fork would copy every page
-        replies.write('{"ready": true}\n')
-        os.dup2(nowhere.fileno(), 2)
+    questions, replies, config, first = begin()
+    environments, configs = Parts(config), parts.configs(config)
+    try:
+        for part in first["parts"]:
+            _ = environments[part]
+    except ScorerError as error:
+        replies.write(json.dumps({"error": str(error)}) + "\n")
+        os._exit(0)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page
+    ready(replies)
+    questions.close()
     replies.close()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended episodes
     while True:

@@ -26,8 +26,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from scalerl_jax.environments.base import Row
-from scalerl_jax.environments.score_worker import die_with_parent
-from scalerl_jax.environments.scorer_pool import START_SECONDS, worker_environment
+from scalerl_jax.environments.worker_process import START_SECONDS, die_with_parent, worker_environment
 
 LONGEST_MESSAGE = 4 * 2**20  # bytes of a line of a server's process, or of an HTTP response
 MOST_LINES = 10_000  # of a server's process in an episode: each line with a request uses kilobytes until it is answered

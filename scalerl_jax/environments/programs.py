@@ -18,7 +18,8 @@ selects the side.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -27,8 +28,14 @@ from scalerl_jax.environments import code
 from scalerl_jax.environments.base import Environment, Row, Score
 from scalerl_jax.environments.made_problems import INTERRUPTED_SHARE, Piece, distinct, is_held_out
 
-# word -> operator applied to x and a number; word -> the opposite word, used by slips
-OPERATORS = {"add": "+", "take": "-", "times": "*", "div": "//", "mod": "%"}
+# word -> (operator, its function of x and a number); word -> the opposite word, used by slips
+OPERATORS: Mapping[str, tuple[str, Callable[[int, int], int]]] = {
+    "add": ("+", operator.add),
+    "take": ("-", operator.sub),
+    "times": ("*", operator.mul),
+    "div": ("//", operator.floordiv),
+    "mod": ("%", operator.mod),
+}
 OPPOSITES = {"add": "take", "take": "add", "times": "div", "div": "times", "mod": "div"}
 NEGATE = "neg"  # the one without a number
 LEAST, MOST = 2, 9  # numbers
@@ -85,25 +92,17 @@ class Operation:
 
     @property
     def thought(self) -> str:
-        return f"{OPERATORS[self.word]}={self.number}" if self.number else "=-x"
+        return f"{OPERATORS[self.word][0]}={self.number}" if self.number else "=-x"
 
     @property
     def statement(self) -> str:
         return f"x{self.thought}"
 
     def apply(self, x: int) -> int:
-        match self.word:
-            case "add":
-                return x + self.number
-            case "take":
-                return x - self.number
-            case "times":
-                return x * self.number
-            case "div":
-                return x // self.number
-            case "mod":
-                return x % self.number
-        return -x
+        if self.word == NEGATE:
+            return -x
+        _, function = OPERATORS[self.word]
+        return function(x, self.number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,11 +123,6 @@ class Problem:
         return [[f"{x}\n", [str(_result(self.operations, x))]] for x in self.inputs]
 
 
-def held_out(problem: Problem) -> bool:
-    """Whether the problem belongs to the validation side."""
-    return is_held_out(problem.text)
-
-
 def draw(rng: np.random.Generator, environment: EnvironmentConfig, *, validation: bool) -> Problem:
     """Draws a problem of one side; its number of operations is uniform in the config's range."""
     words = [*OPERATORS, NEGATE]
@@ -142,7 +136,7 @@ def draw(rng: np.random.Generator, environment: EnvironmentConfig, *, validation
         inputs = _distinguishing_inputs(operations)
         if inputs:
             problem = Problem(tuple(operations), inputs)
-            if held_out(problem) == validation:
+            if is_held_out(problem.text) == validation:
                 return problem
 
 
@@ -182,29 +176,29 @@ def trace(problem: Problem, rng: np.random.Generator, *, error_rate: float, phra
     )
 
 
-def _program(operations: list[Operation] | tuple[Operation, ...]) -> str:
+def _program(operations: Sequence[Operation]) -> str:
     return ";".join(["x=int(input())", *(operation.statement for operation in operations), "print(x)"])
 
 
-def _result(operations: list[Operation] | tuple[Operation, ...], x: int) -> int:
+def _result(operations: Sequence[Operation], x: int) -> int:
     return functools.reduce(lambda value, operation: operation.apply(value), operations, x)
 
 
 def _distinguishing_inputs(operations: list[Operation]) -> tuple[int, ...]:
     """INPUTS candidates that together reveal the omission of any operation; () if there are none."""
     right = {x: _result(operations, x) for x in _CANDIDATES}
-    tells = []  # for each operation, the inputs whose result changes without it
+    changed = []  # for each operation, the inputs whose result changes without it
     for i in range(len(operations)):
         rest = operations[:i] + operations[i + 1 :]
-        tells.append({x for x in _CANDIDATES if _result(rest, x) != right[x]})
-    if not all(tells):
+        changed.append({x for x in _CANDIDATES if _result(rest, x) != right[x]})
+    if not all(changed):
         return ()
     chosen: list[int] = []
     while len(chosen) < INPUTS:
-        unseen = [shown for shown in tells if not shown & set(chosen)]
+        unseen = [inputs for inputs in changed if not inputs & set(chosen)]
         left = [x for x in _CANDIDATES if x not in chosen]
-        chosen.append(max(left, key=lambda x: sum(x in shown for shown in unseen)))
-    return tuple(chosen) if all(shown & set(chosen) for shown in tells) else ()
+        chosen.append(max(left, key=lambda x: sum(x in inputs for inputs in unseen)))
+    return tuple(chosen) if all(inputs & set(chosen) for inputs in changed) else ()
 
 
 def _slip(operation: Operation, rng: np.random.Generator) -> Operation:

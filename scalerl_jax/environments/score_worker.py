@@ -7,41 +7,35 @@
      "thinking", "tokens"}                         {"id", "out_of_time": true, "last": true}
                                                    {"id", "error": line}: nothing can be scored
 
-A reply has its question's id, since a process that a score function started may write into the same pipe. A part is
+A reply has its question's id, since a process that a score function started may write into the same socket. A part is
 made when a question first needs it; columns: those of its rows, or null. A complaint describes a score function that
 failed; its completion is wrong. `last`: the process uses so much memory that the next question needs a new one. If the
 process cannot interrupt itself (a computation in C), the kernel ends it with SIGXCPU GRACE_SECONDS after the limit. It
 ends at the end of its input, even if a score left threads running; on Linux the kernel kills it with the thread that
-started it, even during a score that catches everything. The config is read from stdin, since any user can read a
-command line.
+started it, even during a score that catches everything (worker_process.py).
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import hashlib
 import json
-import logging
 import math
 import os
 import resource
 import signal
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from scalerl_jax import config_io
 from scalerl_jax.config import Config
 from scalerl_jax.environments import load, parts, user_code
-from scalerl_jax.environments.base import Completion, Environment, Row, Score, ScorerError
-from scalerl_jax.environments.complaints import failure
+from scalerl_jax.environments.base import Completion, Environment, Row, Score, ScoreFailed, ScorerError
+from scalerl_jax.environments.worker_process import begin, memory_bytes, ready
 
 GRACE_SECONDS = 1.0  # CPU time beyond the limit after which the kernel ends the process; it counts whole seconds
 AGAIN_SECONDS = 0.1  # CPU time between two interruptions: a bare `except:` or a callback may swallow one
 LONGEST_ANSWER = 200  # characters of a score's answer; a longer one is cut and distinguished by its digest
 LONGEST_WHY = 500  # characters
 MOST_METRICS = 64  # of one score
-_PR_SET_PDEATHSIG = 1
 
 
 class OutOfTime(BaseException):
@@ -80,6 +74,18 @@ class Limit:
             raise OutOfTime
 
 
+@contextlib.contextmanager
+def raising_scorer_errors(part: str, config: Config, failed: str) -> Iterator[None]:
+    """Raises ScorerError, one line, for any exception of the part's environment in the block. config: of the part."""
+    try:
+        yield
+    except ValueError as error:
+        raise ScorerError(parts.as_written(part, str(error))) from error
+    except (Exception, SystemExit) as error:
+        field, name = parts.field(part, "name"), config.environment.name
+        raise ScorerError(f"{field}={name}: {failed}: {user_code.error_line(error)}") from error
+
+
 class Parts:
     """The environments of a run, each made on first access."""
 
@@ -91,16 +97,10 @@ class Parts:
     def __getitem__(self, part: str) -> Environment:
         """Raises ScorerError if it cannot be made or prepared."""
         if part not in self._made:
-            try:
+            with raising_scorer_errors(part, self._configs[part], "cannot be made"):
                 environment = load.make_environment(self._configs[part])
                 if environment.prepare is not None:
                     environment.prepare()
-            except ValueError as error:
-                raise ScorerError(parts.as_written(part, str(error))) from error
-            except (Exception, SystemExit) as error:
-                field = parts.field(part, "name")
-                name = self._configs[part].environment.name
-                raise ScorerError(f"{field}={name}: cannot be made: {user_code.error_line(error)}") from error
             self._made[part] = environment
             self.size = _address_space()
         return self._made[part]
@@ -131,11 +131,18 @@ def reply_to(question: Mapping[str, Any], environments: Parts, limit: Limit) -> 
     except ScorerError as error:
         return {"error": parts.as_written(part, " ".join(str(error).split()))}
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code and parsers of any text raise anything)
-        line, kind, metrics = failure(part, error)
-    return {
-        "score": _plain(Score(-1.0, False, metrics, why=line, failed=True)),
-        "complaint": [kind[:LONGEST_WHY], line],
-    }
+        score, kind = score_of_failure(part, error)
+        return {"score": _plain(score), "complaint": [kind[:LONGEST_WHY], score.why]}
+
+
+def score_of_failure(part: str, error: BaseException) -> tuple[Score, str]:
+    """(score, kind of the failure) of a completion for which a score function of this part raised an exception."""
+    if isinstance(error, ScoreFailed):
+        line, kind, metrics = parts.as_written(part, error.line), error.kind, error.metrics
+    else:
+        what, kind, metrics = user_code.error_line(error), type(error).__name__, {}
+        line = f"{parts.field(part, 'name')}: a score failed: {what}; the completion counts as wrong"
+    return Score(-1.0, False, metrics, why=line, failed=True), f"{part} {kind}"
 
 
 def _plain(score: Score) -> dict[str, Any]:
@@ -158,15 +165,6 @@ def _plain(score: Score) -> dict[str, Any]:
     return {name: value for name, value in vars(fields).items() if value not in (None, "", {})}
 
 
-def die_with_parent() -> None:
-    """The kernel sends SIGKILL when the thread that started this process ends: a thread of the pool, which lives as
-    long as the pool. If it ended before this call there is no signal; the caller must check that (getppid)."""
-    if sys.platform == "linux":
-        died = [ctypes.c_ulong(given) for given in (signal.SIGKILL, 0, 0, 0)]
-        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, *died):
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-
-
 def _address_space() -> int:
     """Bytes of this process's address space; 0 if the system does not report them."""
     try:
@@ -177,29 +175,9 @@ def _address_space() -> int:
 
 
 def main() -> None:
-    die_with_parent()
-    # Private copies of the pipes: a library that reads stdin or prints does not interfere with them.
-    questions = os.fdopen(os.dup(0), encoding="utf-8")
-    replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    with open(os.devnull, "r+b") as nowhere:
-        os.dup2(nowhere.fileno(), 0)
-        os.dup2(nowhere.fileno(), 1)
-        logging.disable(logging.CRITICAL)  # math-verify logs every text it cannot read
-        limit = Limit()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-        first = json.loads(questions.readline() or "{}")
-        if first.get("parent") != os.getppid():
-            os._exit(0)  # the parent ended before die_with_parent
-        config = config_io.from_json(first["config"])
-        each = parts.configs(config).values()
-        memory = max(of_part.environment.verifier_memory_bytes for of_part in each)
-        # Limits the address space, and disables core files; a size that the machine does not accept is skipped.
-        for kind, size in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
-            with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(kind, (size, size))
-        environments = Parts(config)
-        replies.write('{"ready": true}\n')
-        os.dup2(nowhere.fileno(), 2)
+    questions, replies, config, _ = begin()
+    limit, memory, environments = Limit(), memory_bytes(config), Parts(config)
+    ready(replies)
     itself = os.getpid()
     for line in questions:
         question = json.loads(line)

@@ -26,14 +26,14 @@ from typing import Any
 
 from scalerl_jax.config import Config, RolloutConfig
 from scalerl_jax.contract.codec import Completion
-from scalerl_jax.environments import parts, user_code
+from scalerl_jax.environments import parts
 from scalerl_jax.environments.base import Completion as AnswerText
 from scalerl_jax.environments.base import Environment, Row, Score, ScorerError
-from scalerl_jax.environments.complaints import Complaints, failure
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environments
 from scalerl_jax.environments.prompts import Replies
-from scalerl_jax.environments.scorer_pool import ScorerPool
+from scalerl_jax.environments.score_worker import raising_scorer_errors, score_of_failure
+from scalerl_jax.environments.scorer_pool import Complaints, ScorerPool, done_future
 from scalerl_jax.environments.thinking import split_as_run
 
 METRIC = "length_penalty"
@@ -104,7 +104,8 @@ class Scorer:
                 )  # fmt: skip
             for part, environment in environments.items():
                 if not environment.in_processes and environment.prepare is not None:
-                    _prepare(part, environment.prepare, config)
+                    with raising_scorer_errors(part, parts.configs(config)[part], "cannot be prepared"):
+                        environment.prepare()
             if self._pool is not None:
                 columns: dict[str, set[str]] = {}
                 for row in rows or ():
@@ -121,7 +122,7 @@ class Scorer:
         """May block briefly. The future raises ScorerError if the completion cannot be scored."""
         tokens = int(completion.sampled().sum())
         if completion.finish_reason != "stop":
-            return self._worth(_known(CUT), tokens)
+            return self._worth(done_future(CUT), tokens)
         text = self._decode(completion.token_ids.tolist())
         end, budget = self._rollout.end_of_thinking, self._rollout.thinking_budget_max
         thinking, answer = split_as_run(text, end, prompt=row.text, budget=budget)
@@ -130,7 +131,7 @@ class Scorer:
     def score_answer(self, row: Row, answer: str | None, *, thinking: str, tokens: int) -> "Future[Score]":
         """As `score`, for a completion that is already split; `answer` is None if nothing follows the thinking."""
         if answer is None:
-            return self._worth(_known(NO_ANSWER), tokens)
+            return self._worth(done_future(NO_ANSWER), tokens)
         answer_text = AnswerText(answer, thinking=thinking, tokens=tokens)
         environment = self._environments[row.environment]
         if environment.in_processes:
@@ -138,11 +139,10 @@ class Scorer:
             return self._worth(self._pool.submit(row, answer_text), tokens)
         try:
             score = environment.score(row, answer_text)
-        except Exception as error:  # noqa: BLE001 (as in the processes: it costs this completion, and is said)
-            line, kind, metrics = failure(row.environment, error)
-            self._complaints.say(kind, line)
-            score = Score(-1.0, False, metrics, why=line, failed=True)
-        return self._worth(_known(score), tokens)
+        except Exception as error:  # noqa: BLE001 (as in the processes: it costs this completion, and is logged)
+            score, kind = score_of_failure(row.environment, error)
+            self._complaints.log(kind, score.why)
+        return self._worth(done_future(score), tokens)
 
     def _worth(self, score: "Future[Score]", tokens: int) -> "Future[Score]":
         """Adds the length penalty to the environment's score, if the run has one."""
@@ -183,22 +183,3 @@ def _episodes(
             f"{field}: has episodes of several turns, which require config.rollout.max_turns of 2 or more"
         )
     return EpisodePool(config, environments, replies=replies, **given)
-
-
-def _prepare(part: str, prepare: Callable[[], None], config: Config) -> None:
-    """Raises ScorerError, one line, as the processes that score do (score_worker.py)."""
-    try:
-        prepare()
-    except ValueError as error:
-        raise ScorerError(parts.as_written(part, str(error))) from error
-    except (Exception, SystemExit) as error:
-        name = parts.configs(config)[part].environment.name
-        raise ScorerError(
-            f"{parts.field(part, 'name')}={name}: cannot be prepared: {user_code.error_line(error)}"
-        ) from error
-
-
-def _known(score: Score) -> "Future[Score]":
-    known: Future[Score] = Future()
-    known.set_result(score)
-    return known

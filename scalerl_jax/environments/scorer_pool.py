@@ -1,8 +1,9 @@
 """Computes scores in worker processes, each within a time limit.
 
 A worker is `python -m scalerl_jax.environments.score_worker`: a small process without jax that makes the run's
-environments from the config and exchanges JSON lines over its pipes. It is never a fork of the trainer, whose threads a
-fork would break, and never a thread: an expression like 9**9**9**9 is computed in C, and only a kill ends it.
+environments from the config and exchanges JSON lines over a socket (worker_process.py). It is never a fork of the
+trainer, whose threads a fork would break, and never a thread: an expression like 9**9**9**9 is computed in C, and only
+a kill ends it.
 
 The limit of a score is CPU time of its worker, so that it does not depend on the load of the machine:
 
@@ -23,34 +24,28 @@ bounded. A row may hold megabytes of tests: it is serialized when a worker is fr
 If a worker cannot be started, an environment cannot be made there, a score raises ScorerError, or anything else fails
 in this module, the futures of the questions raise ScorerError. Failures of score functions are logged, once per kind.
 
-This module also defines the JSON form of a row for the scoring processes, and its digest.
+This module also defines the JSON form of a row for the scoring processes.
 """
 
 import collections
-import contextlib
 import errno
 import hashlib
 import json
-import os
+import logging
 import queue
-import selectors
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from scalerl_jax import config_io
 from scalerl_jax.config import Config
 from scalerl_jax.environments import parts, rewards
 from scalerl_jax.environments.base import Completion, Environment, Row, Score
 from scalerl_jax.environments.base import ScorerError as ScorerError
-from scalerl_jax.environments.complaints import Complaints
+from scalerl_jax.environments.worker_process import START_SECONDS, START_TRIES, WorkerDied, WorkerProcess, first_line
 
 _NOT_JSON = (TypeError, ValueError, RecursionError)
 
@@ -71,38 +66,32 @@ def row_json(row: Row) -> str:
         raise ScorerError(f"{name}: JSON has no form for it: {error}") from error
 
 
-class RowDigests:
-    """20-byte digests of the row fields that a score may read. Thread-safe; each row is serialized once."""
-
-    def __init__(self) -> None:
-        self._made: weakref.WeakKeyDictionary[Row, bytes] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    def __getitem__(self, row: Row) -> bytes:
-        """Raises ScorerError as row_json does."""
-        with self._lock:
-            digest = self._made.get(row)
-        if digest is None:
-            digest = hashlib.blake2b(row_json(row).encode(), digest_size=20).digest()
-            with self._lock:
-                self._made[row] = digest
-        return digest
-
-
-START_SECONDS = 300.0  # by clock: importing sympy on a busy machine
 STUCK_SECONDS = 120.0  # by clock, plus ten times the CPU limit: a longer score is stuck without using CPU time
 CACHE = 65_536  # cached scores; completions of one group mostly end in one of a few answers
 LONGEST = 100_000  # characters that are scored, the last ones: answers come at the end
-START_TRIES = 6
-CLOSING_SECONDS = 0.5  # interval between checks whether the pool is closing
-ENDING_SECONDS = 10.0  # to wait for a killed process; one that the kernel does not release by then is abandoned
+KINDS = 20  # of failures that are logged
 FIRST_PAUSE = 0.25  # seconds before a start is retried, doubled each time
-# A worker scores one answer at a time, and threads of loaded libraries count towards its memory limit.
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-_SAME_ORDER = {"PYTHONHASHSEED": "0"}  # the same order of sets in every worker, for reproducible results
 _SHORT_OF = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # temporary shortages of the machine
 
 Key = bytes
+_log = logging.getLogger(__name__)
+
+
+class Complaints:
+    """The failures of score functions logged in one run: once per kind, for at most KINDS kinds. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._kinds: set[str] = set()
+        self._lock = threading.Lock()
+
+    def log(self, kind: str, line: str) -> None:
+        """Logs `line`, unless a failure of the same kind was logged before."""
+        with self._lock:
+            if kind in self._kinds or len(self._kinds) >= KINDS:
+                return
+            self._kinds.add(kind)
+            last = len(self._kinds) == KINDS
+        _log.warning("%s (logged once%s)", line, "; further kinds of failures are not logged" if last else "")
 
 
 class ScorerPool:
@@ -134,15 +123,14 @@ class ScorerPool:
             self._stuck_seconds[part] = least + environment.waits_seconds
         self._scores: collections.OrderedDict[Key, Score] = collections.OrderedDict()
         self._asked: dict[Key, Future[Score]] = {}  # not scored yet
-        self._rows = RowDigests()
+        self._digests: weakref.WeakKeyDictionary[Row, bytes] = weakref.WeakKeyDictionary()
         self._deterministic: set[str] = set()  # parts
         self._complaints = complaints or Complaints()
         self._lock = threading.Lock()
         self._closing = threading.Event()
         # Completions sent to workers, those of them without a score, and workers that died.
         self.scored = self.given_up = self.restarts = 0
-        first = json.dumps({"config": config_io.to_json(config), "parent": os.getpid()})
-        self._workers = [_Worker(first, self._closing) for _ in range(processes)]
+        self._workers = [_Worker(first_line(config), self._closing) for _ in range(processes)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -172,7 +160,7 @@ class ScorerPool:
         if row.environment not in self._deterministic:
             return self._on_thread(self._answer, None, row, question)
         try:
-            key = hashlib.blake2b(self._rows[row] + json.dumps(question).encode(), digest_size=20).digest()
+            key = hashlib.blake2b(self._digest(row) + json.dumps(question).encode(), digest_size=20).digest()
         except ScorerError as error:
             unscored: Future[Score] = Future()
             unscored.set_exception(error)
@@ -180,9 +168,7 @@ class ScorerPool:
         with self._lock:
             if key in self._scores:
                 self._scores.move_to_end(key)
-                known: Future[Score] = Future()
-                known.set_result(self._scores[key])
-                return known
+                return done_future(self._scores[key])
             if key not in self._asked:
                 self._asked[key] = self._on_thread(self._answer, key, row, question)
             return self._asked[key]
@@ -196,6 +182,16 @@ class ScorerPool:
             "thinking": completion.thinking[-LONGEST:] if reads else "",
             "tokens": completion.tokens if reads else 0,
         }
+
+    def _digest(self, row: Row) -> bytes:
+        """20 bytes of the row fields that a score may read; each row is serialized once. Raises as row_json."""
+        with self._lock:
+            digest = self._digests.get(row)
+        if digest is None:
+            digest = hashlib.blake2b(row_json(row).encode(), digest_size=20).digest()
+            with self._lock:
+                self._digests[row] = digest
+        return digest
 
     def _on_thread(self, function: Any, *arguments: Any) -> "Future[Any]":
         try:
@@ -229,9 +225,9 @@ class ScorerPool:
                 errors = {f"rewards/{name}/errors": 1.0 for name in self._functions[part].values()}
                 score = Score(-1.0, False, errors, why=why, failed=True)
                 where = " or ".join(self._functions[part]) or parts.field(part, "name")
-                self._complaints.say(f"{part} {why}", f"{where}: {why}: that completion counts as wrong")
+                self._complaints.log(f"{part} {why}", f"{where}: {why}: that completion counts as wrong")
             if "complaint" in reply:
-                self._complaints.say(*reply["complaint"])
+                self._complaints.log(*reply["complaint"])
             with self._lock:
                 self.scored += 1
                 self.given_up += not found
@@ -256,7 +252,7 @@ class ScorerPool:
             for _ in range(2):
                 try:
                     reply = worker.ask(line, seconds, part)
-                except _WorkerDied:
+                except WorkerDied:
                     if self._closing.is_set():
                         raise ScorerError("the verifier was closed") from None
                     with self._lock:
@@ -274,19 +270,10 @@ class ScorerPool:
             self._idle.put(worker)
 
 
-def worker_environment() -> dict[str, str]:
-    """Variables of a process that makes environments: it finds this package however the trainer found it."""
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
-    return {**os.environ, **_ONE_THREAD, **_SAME_ORDER, "PYTHONPATH": path}
-
-
-class _WorkerDied(Exception):
-    """The worker ended without a reply, or is stuck."""
-
-    def __init__(self, *, ended: bool = True):
-        super().__init__()
-        self.ended = ended
+def done_future(score: Score) -> "Future[Score]":
+    future: Future[Score] = Future()
+    future.set_result(score)
+    return future
 
 
 class _Worker:
@@ -294,20 +281,15 @@ class _Worker:
 
     def __init__(self, first: str, closing: threading.Event):
         self._first, self._closing = first, closing  # the first line to it
-        self._running: _Running | None = None
+        self._running: WorkerProcess | None = None
         self._made: set[str] = set()  # parts that the running process has made
         self._asked = 0  # number of questions; each one's number is its id
         self._lock = threading.Lock()  # ensures that no process is started after the pool closes
 
     def ask(self, line: str, seconds: float, part: str | None = None) -> dict[str, Any]:
         """The worker's reply to `line`, within `seconds` by clock. part: the environment that the line needs; making it
-        has a separate time limit. Raises _WorkerDied, or ScorerError if no worker can start."""
-        if self._running is None:
-            self._made.clear()
-            self._start()
-        running = self._running
-        if running is None:
-            raise _WorkerDied
+        has a separate time limit. Raises WorkerDied, or ScorerError if no worker can start."""
+        running = self._running or self._start()
         try:
             if part is not None and part not in self._made:
                 ready = self._reply(running, json.dumps({"prepare": {part: None}}), START_SECONDS)
@@ -315,7 +297,7 @@ class _Worker:
                     return ready
                 self._made.add(part)
             reply = self._reply(running, line, seconds)
-        except _WorkerDied as death:
+        except WorkerDied as death:
             self._running = None
             code = running.end(by_itself=death.ended)
             if code == -signal.SIGXCPU:  # it could not even interrupt itself
@@ -328,8 +310,8 @@ class _Worker:
             self.end()
         return reply
 
-    def _reply(self, running: "_Running", line: str, seconds: float) -> dict[str, Any]:
-        """The reply with this question's id. Raises _WorkerDied for any other output, after which ids may not match."""
+    def _reply(self, running: WorkerProcess, line: str, seconds: float) -> dict[str, Any]:
+        """The reply with this question's id. Raises WorkerDied for any other output, after which ids may not match."""
         self._asked += 1
         response = running.exchange(f'{{"id": {self._asked}, {line[1:]}', seconds)
         try:
@@ -338,11 +320,11 @@ class _Worker:
         except (ValueError, AttributeError, LookupError, TypeError):
             own = False
         if not own:
-            raise _WorkerDied(ended=False)
+            raise WorkerDied(ended=False)
         return reply
 
     def interrupt(self) -> None:
-        """Called from another thread when the pool closes: the current question raises _WorkerDied."""
+        """Called from another thread when the pool closes: the current question raises WorkerDied."""
         with self._lock:
             if self._running is not None:
                 self._running.kill()
@@ -352,28 +334,29 @@ class _Worker:
         if running is not None:
             running.end()
 
-    def _start(self) -> None:
+    def _start(self) -> WorkerProcess:
         """Starts the process; retries during a temporary shortage of resources, or if the process was killed."""
         command = [sys.executable, "-m", "scalerl_jax.environments.score_worker"]
+        self._made.clear()
         why = ""
         for attempt in range(START_TRIES):
             if attempt and self._closing.wait(FIRST_PAUSE * 2 ** (attempt - 1)):
-                raise _WorkerDied
+                raise WorkerDied
             try:
                 with self._lock:
                     if self._closing.is_set():
-                        raise _WorkerDied
-                    self._running = _Running(command, worker_environment(), self._closing)
+                        raise WorkerDied
+                    self._running = running = WorkerProcess(command)
             except OSError as error:
                 why = str(error)
                 if error.errno in _SHORT_OF:
                     continue
                 break
             try:
-                self._running.exchange(self._first, START_SECONDS)
-                return
-            except _WorkerDied as death:
-                running, self._running = self._running, None
+                running.exchange(self._first, START_SECONDS)
+                return running
+            except WorkerDied as death:
+                self._running = None
                 last_line = running.last_stderr_line()
                 code = running.end(by_itself=death.ended)
                 if self._closing.is_set():
@@ -382,84 +365,3 @@ class _Worker:
                 if code is not None and code >= 0:  # not killed: a retry would fail in the same way
                     break
         raise ScorerError(f"the verifier's worker cannot be started ({why}): {' '.join(command)}")
-
-
-class _Running:
-    """A worker process that answers each line with one line."""
-
-    def __init__(self, command: list[str], environment: dict[str, str], closing: threading.Event):
-        self._closing = closing
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by end); it writes to it only until it is ready
-        try:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                env=environment,
-                start_new_session=True,  # only the trainer gets Ctrl-C; it may still need scores while it saves
-            )
-        except BaseException:
-            self._errors.close()
-            raise
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._questions, self._replies = self.process.stdin, self.process.stdout
-        os.set_blocking(self._questions.fileno(), False)
-
-    def exchange(self, line: str, seconds: float) -> bytes:
-        """Writes a line and reads one, within `seconds` by clock.
-
-        Raises _WorkerDied if no line arrives, and soon after the pool closes: a worker's child may keep the pipe open.
-        """
-        end = time.monotonic() + seconds
-        out, reply = memoryview(line.encode() + b"\n"), b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._replies, selectors.EVENT_READ)
-            selector.register(self._questions, selectors.EVENT_WRITE)
-            while not reply.endswith(b"\n"):
-                ready = selector.select(min(CLOSING_SECONDS, max(0.0, end - time.monotonic())))
-                if not ready and (self._closing.is_set() or time.monotonic() >= end):
-                    raise _WorkerDied(ended=False)
-                for key, _ in ready:
-                    if key.fileobj is self._replies:
-                        data = os.read(self._replies.fileno(), 65_536)
-                        if not data:
-                            raise _WorkerDied
-                        reply += data
-                        continue
-                    try:
-                        out = out[os.write(self._questions.fileno(), out) :]
-                    except BlockingIOError:
-                        continue
-                    except BrokenPipeError:
-                        raise _WorkerDied from None
-                    if not out:
-                        selector.unregister(self._questions)
-        return reply
-
-    def last_stderr_line(self) -> str:
-        """The last line of its stderr."""
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
-
-    def kill(self) -> None:
-        """Kills the process and its children, which may keep the pipe open."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def end(self, *, by_itself: bool = False) -> int | None:
-        """Kills the process and returns its exit code, or None if it has not ended in time.
-
-        by_itself: the process closed its pipe, so first wait for it to exit by itself.
-        """
-        for killed in (False, True) if by_itself else (True,):
-            if killed:
-                self.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(ENDING_SECONDS)
-        code = self.process.returncode
-        for file in (self._replies, self._questions, self._errors):
-            with contextlib.suppress(BrokenPipeError):
-                file.close()
-        return code

@@ -75,9 +75,9 @@ def form_of(template: ChatTemplate) -> str | None:
     function = {"name": _PROBE.name, "arguments": dict(_PROBE.arguments)}
     calls = [{"id": "call00000", "type": "function", "function": function}]
     asked, tools = [{"role": "user", "content": "?"}], [{"type": "function", "function": schema}]
-    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    calling = {"role": "assistant", "content": "", "tool_calls": calls}
     try:
-        whole = template.render([*asked, said], generation_prompt=False, tools=tools)
+        whole = template.render([*asked, calling], generation_prompt=False, tools=tools)
         begins = [template.render(asked, generation_prompt=prompt, tools=tools) for prompt in (True, False)]
         turn = whole.removesuffix(template.behind_answer())
     except ValueError:

@@ -13,6 +13,7 @@ tool_errors/NAME for each tool.
 """
 
 import asyncio
+import collections
 import contextlib
 import functools
 import inspect
@@ -117,8 +118,7 @@ class ToolEpisode:
         self._owners = tools.owners
         self._open: dict[int, OpenTools] = {}  # by the toolset's id
         self._calls = 0
-        self._errors = dict.fromkeys(self._owners, 0)
-        self._unknown = 0  # errors that belong to no tool: invalid calls, unknown tools
+        self._errors = collections.Counter[str]()  # by tool; "": invalid calls, and calls of unknown tools
 
     def step(self, turn: Completion) -> Step:
         results = [*self._results(turn)]
@@ -136,8 +136,8 @@ class ToolEpisode:
                 tools.close()
 
     def _metrics(self) -> dict[str, float]:
-        errors = {f"tool_errors/{name}": count for name, count in self._errors.items()}
-        return {"tool_calls": self._calls, "tool_errors": sum(errors.values()) + self._unknown, **errors}
+        errors = {f"tool_errors/{name}": self._errors[name] for name in self._owners}
+        return {"tool_calls": self._calls, "tool_errors": self._errors.total(), **errors}
 
     def _results(self, turn: Completion) -> Iterator[str]:
         for call in turn.tool_calls:
@@ -149,10 +149,7 @@ class ToolEpisode:
             except ScorerError:  # a toolset cannot be opened
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code raises anything)
-                if name:
-                    self._errors[name] += 1
-                else:
-                    self._unknown += 1
+                self._errors[name] += 1
                 result = f"error: {user_code.error_line(error)}"
             yield result if len(result) <= self._characters else f"{result[: self._characters]}... (cut)"
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from scalerl_jax.config import Config
-from scalerl_jax.contract.codec import Completion, Sampling
+from scalerl_jax.contract.codec import Completion, GroupRequest
 from scalerl_jax.environments.agent import Ask, Client, Outcome
 from scalerl_jax.environments.base import Row, Score
 from scalerl_jax.environments.chat_template import read_chat_template
@@ -78,7 +78,7 @@ class RunAgents:
         vocabulary = vocabulary_of(config.model.path)
         self._chat = Chat(tokenizer, template, end_of_thinking=config.rollout.end_of_thinking, vocabulary=vocabulary)
         longest = config.rollout.max_prompt_tokens + requests.maximum_tokens
-        self._fleet = _Fleet(longest, turn_tokens=requests.turn_tokens, most_turns=config.rollout.max_turns)
+        self._fleet = _Fleet(longest, turn_tokens=requests.turn_tokens)
         self._sessions = Sessions(folder=folder, seed=config.seed, most=2**31, most_turns=0, most_bytes=MOST_BYTES)
         self._key, self._port, self._swept = secrets.token_urlsafe(24), 0, 0.0
         self._thread = LoopThread("agents' gateway")
@@ -155,7 +155,7 @@ class RunAgents:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._sessions.path(before))
         session = self._sessions.find(called, {"row": row.name}, journal=journalled)
-        self._fleet.runs[called] = run = _Run(ask, session)
+        self._fleet.runs[called] = run = _Run(ask, session, most_turns=self._config.rollout.max_turns)
         base = f"http://127.0.0.1:{self._port}/s/{called}"
         client = Client(f"{base}/v1", base, f"{KEY}{called}:{self._key}", called, "policy")
         began, why, score = time.monotonic(), "", None
@@ -213,8 +213,8 @@ class RunAgents:
 class _Run:
     """The run of one agent."""
 
-    def __init__(self, ask: Ask, session: Session):
-        self._ask, self._session = ask, session
+    def __init__(self, ask: Ask, session: Session, *, most_turns: int):
+        self._ask, self._session, self._most_turns = ask, session, most_turns
         self._last: Process | None = None  # that sampled its last turn
         self._over = False  # it requested more turns than allowed
         self.waited = 0.0  # seconds in which a turn was being sampled
@@ -226,12 +226,10 @@ class _Run:
             return "deadline"
         return "max_turns" if self._over else "max_tokens" if self._session.full else "failed"
 
-    async def turn(
-        self, prompt: np.ndarray, name: str, *, most_tokens: int, most_turns: int
-    ) -> tuple[Completion, Process]:
-        if len(self._session.answered) + self._asked >= most_turns:
+    async def turn(self, prompt: np.ndarray, name: str, *, most_tokens: int) -> tuple[Completion, Process]:
+        if len(self._session.answered) + self._asked >= self._most_turns:
             self._over = True
-            raise SessionOver(f"an agent may ask for {most_turns} turns (config.rollout.max_turns)")
+            raise SessionOver(f"an agent may ask for {self._most_turns} turns (config.rollout.max_turns)")
         if not self._asked:
             self._since = time.monotonic()
         self._asked += 1
@@ -253,8 +251,8 @@ class _Run:
 class _Fleet:
     """The gateway's Sampler (generators.py): samples on the fleet, through the agents that run."""
 
-    def __init__(self, maximum_tokens: int, *, turn_tokens: int, most_turns: int):
-        self.maximum_tokens, self._turn_tokens, self._most_turns = maximum_tokens, turn_tokens, most_turns
+    def __init__(self, maximum_tokens: int, *, turn_tokens: int):
+        self.maximum_tokens, self._turn_tokens = maximum_tokens, turn_tokens
         self.runs = dict[str, _Run]()  # by session
 
     @property
@@ -267,17 +265,13 @@ class _Fleet:
     async def ready(self, seconds: float) -> None:
         """The fleet waits for its servers itself."""
 
-    async def generate(
-        self, prompt: np.ndarray, *, name: str, index: int, seed: int, sampling: Sampling, seconds: float,
-        session: str = "",
-    ) -> tuple[Completion, str]:  # fmt: skip
-        run = self.runs.get(session.removeprefix("gateway/"))
+    async def generate(self, request: GroupRequest, *, seconds: float) -> tuple[Completion, str]:
+        run = self.runs.get(request.session.removeprefix("gateway/"))
         if run is None:
             raise Refused("only an agent of this run is answered, under its own session")
-        number = name.rpartition("/")[2]
+        number, index = request.group_id.rpartition("/")[2], request.completions[0].index
         turn = f"{number}.{index}" if index else number
-        most = sampling.answer_budget
-        completion, process = await run.turn(prompt, turn, most_tokens=most, most_turns=self._most_turns)
+        completion, process = await run.turn(request.prompt, turn, most_tokens=request.sampling.answer_budget)
         return completion, " ".join(process)
 
 

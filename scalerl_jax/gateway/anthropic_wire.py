@@ -5,15 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from scalerl_jax.gateway import wire
-from scalerl_jax.gateway.sessions import Message, Turn
-from scalerl_jax.gateway.wire import Asked, bad, field, number
+from scalerl_jax.gateway.chat import Message
+from scalerl_jax.gateway.wire import Asked, Sampled, bad, field, number
 
 
 def messages(body: Mapping[str, Any], *, counted: bool = False) -> Asked:
     """Raises ApiError naming the field at fault. counted: tokens are only counted, so max_tokens may be missing."""
-    choice = field(body, "tool_choice", dict, {"type": "auto"}).get("type")
-    if choice not in ("auto", "none"):
-        raise bad("tool_choice: auto and none are offered", "tool_choice")
+    calls_tools = wire.may_call_tools(field(body, "tool_choice", dict, {"type": "auto"}).get("type"))
     most = number(body, "max_tokens", None, 1, 2**31 - 1, whole=True)
     if most is None and not counted:
         raise bad("max_tokens: is required", "max_tokens")
@@ -29,7 +27,7 @@ def messages(body: Mapping[str, Any], *, counted: bool = False) -> Asked:
     tools = tuple(_tool(tool, f"tools[{at}]") for at, tool in enumerate(field(body, "tools", list, [])))
     return Asked(
         messages=tuple(found),
-        tools=tools if choice == "auto" else (),
+        tools=tools if calls_tools else (),
         max_tokens=most,
         **wire.sampling_fields(body, stop="stop_sequences"),
     )
@@ -78,15 +76,11 @@ def _tool(given: Any, where: str) -> dict[str, Any]:
         raise bad(f"{where}: must have a name and an input_schema", where)
     if given.get("type") not in (None, "custom"):
         raise bad(f"{where}: only tools of the type custom are offered, which the client runs", where)
-    function = {
-        "name": given["name"],
-        "description": field(given, "description", str, ""),
-        "parameters": field(given, "input_schema", dict, {"type": "object", "properties": {}}),
-    }
-    return {"type": "function", "function": function}
+    return wire.tool(given, "input_schema")
 
 
-def answer(turn: Turn, *, model: str, name: str) -> dict[str, Any]:
+def answer(found: Sampled) -> dict[str, Any]:
+    turn = found.turn
     if turn.stop is not None:
         reason = "stop_sequence"
     elif turn.finish_reason == "length":
@@ -95,7 +89,8 @@ def answer(turn: Turn, *, model: str, name: str) -> dict[str, Any]:
         reason = "tool_use" if turn.message.get("tool_calls") else "end_turn"
     usage = {"input_tokens": turn.prompt, "output_tokens": len(turn.token_ids), "scalerl": wire.usage_of([turn])}
     return {
-        "id": name, "type": "message", "role": "assistant", "model": model, "content": _blocks(turn.message),
+        "id": f"msg_{found.name}", "type": "message", "role": "assistant", "model": found.model,
+        "content": _blocks(turn.message),
         "stop_reason": reason, "stop_sequence": turn.stop, "usage": usage,
     }  # fmt: skip
 
@@ -112,12 +107,13 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
     return blocks
 
 
-def events(found: Mapping[str, Any]) -> Iterator[str]:
+def events(found: Sampled) -> Iterator[str]:
     """The events that stream an answer."""
-    usage = {**found["usage"], "output_tokens": 0}
-    begun = {**found, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    whole = answer(found)
+    usage = {**whole["usage"], "output_tokens": 0}
+    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield event("message_start", message=begun)
-    for index, block in enumerate(found["content"]):
+    for index, block in enumerate(whole["content"]):
         if block["type"] == "tool_use":
             empty = {**block, "input": {}}
             deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
@@ -133,8 +129,8 @@ def events(found: Mapping[str, Any]) -> Iterator[str]:
         for delta in deltas:
             yield event("content_block_delta", index=index, delta=delta)
         yield event("content_block_stop", index=index)
-    ended = {name: found[name] for name in ("stop_reason", "stop_sequence")}
-    yield event("message_delta", delta=ended, usage=found["usage"])
+    ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    yield event("message_delta", delta=ended, usage=whole["usage"])
     yield event("message_stop")
 
 

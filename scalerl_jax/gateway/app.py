@@ -25,12 +25,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from scalerl_jax.contract.codec import Completion
+from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest
 from scalerl_jax.gateway import anthropic_wire, openai_wire, responses_wire, wire
 from scalerl_jax.gateway.chat import Chat, NotRendered
 from scalerl_jax.gateway.generators import Busy, Late, NoServer, Refused, Sampler
-from scalerl_jax.gateway.sessions import KEY, Call, Session, SessionOver, Sessions, SessionsFull, Turn, all_of, branches
-from scalerl_jax.gateway.wire import ApiError, Asked, bad
+from scalerl_jax.gateway.sessions import KEY, Session, SessionOver, Sessions, SessionsFull, Turn, all_of, branches
+from scalerl_jax.gateway.wire import ApiError, Asked, Sampled, bad
 from scalerl_jax.system import metrics_endpoint
 
 _log = logging.getLogger(__name__)
@@ -40,8 +40,6 @@ RETRY_SECONDS = 1  # for a client that found the queues full
 METRICS_PREFIX = "scalerl_gateway_"
 MOST_ABOUT_BYTES = 2**16  # of the fields sent to POST /sessions
 _SESSION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-
-Turns = tuple[Turn, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +65,26 @@ class Gateway:
         self._turns = self._tokens = 0  # sampled
 
     def app(self) -> Starlette:
+        tokenizer, vocabulary = self._chat.tokenizer, self._chat.vocabulary
         recorded: dict[str, Callable[[Request], Awaitable[Response]]] = {
-            "/v1/chat/completions": self._chat_completions,
-            "/v1/completions": self._completions,
-            "/v1/responses": self._responses,
-            "/v1/messages": self._messages,
+            "/v1/chat/completions": self._route(
+                lambda body: [openai_wire.chat(body)], openai_wire.chat_answer, openai_wire.chat_chunks
+            ),
+            "/v1/completions": self._route(
+                lambda body: openai_wire.completions(body, tokenizer, vocabulary),
+                openai_wire.completion_answer,
+                openai_wire.completion_chunks,
+            ),
+            "/v1/responses": self._route(
+                lambda body: [responses_wire.responses(body)], responses_wire.answer, responses_wire.events
+            ),
+            "/v1/messages": self._route(
+                lambda body: [anthropic_wire.messages(body)], anthropic_wire.answer, anthropic_wire.events
+            ),
             "/v1/messages/count_tokens": self._count_tokens,
-            "/inference/v1/generate": self._generate,
+            "/inference/v1/generate": self._route(
+                lambda body: [openai_wire.generate(body, vocabulary)], openai_wire.generate_answer
+            ),
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
@@ -130,27 +141,43 @@ class Gateway:
 
     # ---- routes that sample
 
-    async def _ask(self, request: Request, body: Mapping[str, Any], asked: Sequence[Asked]) -> "_Sampling":
+    def _route(
+        self, parse: Callable[[Mapping[str, Any]], Sequence[Asked]], answer: Callable[[Sampled], dict[str, Any]],
+        events: Callable[[Sampled], Iterator[str]] | None = None,
+    ) -> Callable[[Request], Awaitable[Response]]:  # fmt: skip
+        """A route that samples what `parse` reads in a body. events: the answer's, for bodies that ask for a stream."""
+
+        async def serve(request: Request) -> Response:
+            body = await wire.body_of(request)
+            sampling = self._ask(request, body, parse(body))
+            return await _answered(request, sampling, answer, events if body.get("stream") is True else None)
+
+        return serve
+
+    def _ask(self, request: Request, body: Mapping[str, Any], asked: Sequence[Asked]) -> "_Sampling":
         """Starts sampling for a request."""
         self._check_model(body)
-        session = self._session(request)
-        alone = session is None
-        session = session or Session(uuid.uuid4().hex)
+        named = self._session(request)
+        session = named or Session(uuid.uuid4().hex)
         route = request.url.path.removeprefix(f"/s/{request.path_params.get('session')}")
         what = json.dumps([route, body], sort_keys=True)
-        digest = _hash(what.encode()).hex()
+        digest = hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
         headers = request.headers
         retry, key = headers.get("x-stainless-retry-count", "0"), headers.get("idempotency-key", "")
         calls = [
-            Call(f"{digest}/{number}", one.messages, one.tools, one.prompt, one.choices, one.seed, key, retry != "0")
+            dataclasses.replace(one, digest=f"{digest}/{number}", key=key, retry=retry != "0")
             for number, one in enumerate(asked)
         ]
         seconds = min(self._options.request_seconds, session.deadline - time.time())
 
-        sampled = all_of([self._sample(session, call, one, seconds) for call, one in zip(calls, asked)])
-        return _Sampling(session, asyncio.create_task(sampled), alone=alone, by=self._options.sampling)
+        async def sampled() -> Sampled:
+            turns = await all_of([self._sample(session, call, seconds) for call in calls])
+            return Sampled(turns, body, self._model(body), session, self._chat.tokenizer)
 
-    async def _sample(self, session: Session, call: Call, asked: Asked, seconds: float) -> Turns:
+        task = asyncio.create_task(sampled())
+        return _Sampling(session, task, alone=named is None, by=self._options.sampling)
+
+    async def _sample(self, session: Session, asked: Asked, seconds: float) -> tuple[Turn, ...]:
         async def generate(prompt: np.ndarray, name: str, index: int, seed: int) -> tuple[Completion, str]:
             if not self._generators.maximum_tokens:
                 await self._generators.ready(seconds=min(seconds, 10.0))
@@ -161,10 +188,10 @@ class Gateway:
             sampling = asked.sampling(self._chat.tokenizer.stop_ids, capacity=capacity)
             if len(sampling.stop_token_ids) > wire.MOST_STOPS:
                 raise bad(f"stop_token_ids: {wire.MOST_STOPS} with the model's own are possible", "stop_token_ids")
-            made, server = await self._generators.generate(
-                prompt, name=f"gateway/{name}", index=index, seed=seed, sampling=sampling, seconds=seconds,
-                session=f"gateway/{session.name}" if session.name in self._sessions.open else "",
-            )  # fmt: skip
+            of_session = f"gateway/{session.name}" if session.name in self._sessions.open else ""
+            wanted = (CompletionRequest(index, seed),)
+            request = GroupRequest(0, f"gateway/{name}", prompt, wanted, sampling, session=of_session)
+            made, server = await self._generators.generate(request, seconds=seconds)
             self._turns, self._tokens = self._turns + 1, self._tokens + len(made.token_ids)
             return made, server
 
@@ -174,60 +201,7 @@ class Gateway:
                 return cut, self._chat.message(prompt, cut, text, tools=asked.tools), stop
             return cut, {"role": "assistant", "content": text}, stop
 
-        return await session.ask(call, renderer=self._chat, generate=generate, read=read)
-
-    async def _chat_completions(self, request: Request) -> Response:
-        body = await wire.body_of(request)
-        sampling = await self._ask(request, body, [openai_wire.chat(body)])
-
-        def answer(found: Sequence[Turns]) -> dict[str, Any]:
-            prompt = sampling.prompt(found[0]) if body.get("return_token_ids") else []
-            return openai_wire.chat_answer(
-                found[0], body, model=self._model(body), name=f"chatcmpl-{sampling.name(found)}",
-                tokenizer=self._chat.tokenizer, prompt=prompt,
-            )  # fmt: skip
-
-        return await _answered(request, body, sampling, answer, lambda found: openai_wire.chunks(found, body))
-
-    async def _completions(self, request: Request) -> Response:
-        body = await wire.body_of(request)
-        asked = openai_wire.completions(body, self._chat.tokenizer, self._chat.vocabulary)
-        sampling = await self._ask(request, body, asked)
-
-        def answer(found: Sequence[Turns]) -> dict[str, Any]:
-            return openai_wire.completion_answer(
-                found, body, model=self._model(body), name=f"cmpl-{sampling.name(found)}",
-                tokenizer=self._chat.tokenizer, prompts=[sampling.prompt(turns) for turns in found],
-            )  # fmt: skip
-
-        return await _answered(request, body, sampling, answer, lambda found: openai_wire.chunks(found, body))
-
-    async def _generate(self, request: Request) -> Response:
-        body = await wire.body_of(request)
-        sampling = await self._ask(request, body, [openai_wire.generate(body, self._chat.vocabulary)])
-
-        def answer(found: Sequence[Turns]) -> dict[str, Any]:
-            return openai_wire.generate_answer(found[0][0], name=sampling.name(found), prompt=sampling.prompt(found[0]))
-
-        return await _answered(request, {**body, "stream": False}, sampling, answer, lambda found: iter(()))
-
-    async def _messages(self, request: Request) -> Response:
-        body = await wire.body_of(request)
-        sampling = await self._ask(request, body, [anthropic_wire.messages(body)])
-
-        def answer(found: Sequence[Turns]) -> dict[str, Any]:
-            return anthropic_wire.answer(found[0][0], model=self._model(body), name=f"msg_{sampling.name(found)}")
-
-        return await _answered(request, body, sampling, answer, anthropic_wire.events)
-
-    async def _responses(self, request: Request) -> Response:
-        body = await wire.body_of(request)
-        sampling = await self._ask(request, body, [responses_wire.responses(body)])
-
-        def answer(found: Sequence[Turns]) -> dict[str, Any]:
-            return responses_wire.answer(found[0][0], body, model=self._model(body), name=sampling.name(found))
-
-        return await _answered(request, body, sampling, answer, responses_wire.events)
+        return await session.ask(asked, chat=self._chat, generate=generate, read=read)
 
     # ---- routes that do not
 
@@ -290,8 +264,8 @@ class Gateway:
             "sampled_tokens": ("Tokens sampled.", self._tokens),
         }
         for kind, families in (("gauge", gauges), ("counter", counters)):
-            for name, (says, value) in families.items():
-                yield METRICS_PREFIX + name, says, kind, (), {(): float(value)}
+            for name, (description, value) in families.items():
+                yield METRICS_PREFIX + name, description, kind, (), {(): float(value)}
         yield METRICS_PREFIX + "answers", "Answers by their status.", "counter", ("status",), dict(self._answers)
 
     def _model(self, body: Mapping[str, Any]) -> str:
@@ -353,34 +327,25 @@ class Gateway:
 class _Sampling:
     """The sampling started for one request. alone: without a session. by: whose sampling parameters apply."""
 
-    def __init__(self, session: Session, task: "asyncio.Task[list[Turns]]", *, alone: bool, by: str):
-        self.session, self.task, self._alone, self.by = session, task, alone, by
-
-    def name(self, found: Sequence[Turns]) -> str:
-        """The answer's id; a retry's is the same."""
-        return f"{self.session.name}-{found[0][0].turn_id}"
-
-    def prompt(self, turns: Turns) -> list[int]:
-        turn = turns[0]
-        return np.concatenate([self.session.path(turn.parent), turn.added]).tolist()
+    def __init__(self, session: Session, task: "asyncio.Task[Sampled]", *, alone: bool, by: str):
+        self.task, self._session, self._alone, self.by = task, session, alone, by
 
     def leave(self) -> None:
         """Called when the connection is gone or the request is answered."""
         self.task.cancel()
         if self._alone:
-            self.session.close()
+            self._session.close()
 
 
 async def _answered(
-    request: Request, body: Mapping[str, Any], sampling: _Sampling, answer: Callable[[Sequence[Turns]], dict[str, Any]],
-    events: Callable[[Mapping[str, Any]], Iterator[str]],
+    request: Request, sampling: _Sampling, answer: Callable[[Sampled], dict[str, Any]],
+    events: Callable[[Sampled], Iterator[str]] | None,
 ) -> Response:  # fmt: skip
-    """The response, or the stream of `events` if the body asks for one. Raises an error before anything is sent."""
-    streamed = body.get("stream") is True
+    """The response, or the stream of `events`. Raises an error before anything is sent."""
     gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait(
-            {sampling.task, gone}, timeout=PING_SECONDS if streamed else None,
+            {sampling.task, gone}, timeout=PING_SECONDS if events is not None else None,
             return_when=asyncio.FIRST_COMPLETED,
         )  # fmt: skip
     except BaseException:
@@ -388,26 +353,27 @@ async def _answered(
         raise
     finally:
         gone.cancel()
-    if not sampling.task.done() and not (streamed and not gone.done()):
+    if not sampling.task.done() and (events is None or gone.done()):
         sampling.leave()
         raise ClientDisconnect
     headers = {"x-scalerl-sampling": sampling.by}
     if sampling.task.done():
         try:
-            turns = sampling.task.result()
+            found = sampling.task.result()
         finally:
             sampling.leave()
-        steps = [step for each in turns for turn in each for step, _, _ in turn.versions]
+        steps = [step for turns in found.calls for turn in turns for step, _, _ in turn.versions]
         headers["x-scalerl-versions"] = f"{min(steps)}-{max(steps)}"
-        if not streamed:
-            return JSONResponse(answer(turns), headers=headers)
+        if events is None:
+            return JSONResponse(answer(found), headers=headers)
+    assert events is not None
 
     async def stream() -> AsyncIterator[str]:
         try:
             while not sampling.task.done():
                 yield anthropic_wire.event("ping") if _anthropic(request) else ": ping\n\n"
                 await asyncio.wait({sampling.task}, timeout=PING_SECONDS)
-            for event in events(answer(sampling.task.result())):
+            for event in events(sampling.task.result()):
                 yield event
         except Exception as error:  # noqa: BLE001 (as in _guarded; the status has been sent)
             body = _as_api_error(error).body(anthropic=_anthropic(request))
@@ -427,10 +393,6 @@ def _too_long(prompt: int, most: int) -> ApiError:
 def _key(request: Request) -> str:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-
-
-def _hash(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def _session_name(name: str) -> str:

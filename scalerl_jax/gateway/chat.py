@@ -19,8 +19,9 @@ from scalerl_jax.environments.chat_template import ChatTemplate
 from scalerl_jax.environments.thinking import opening, split_thinking, thinking_at_end
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.environments.tool_calls import HERMES, Schemas, form_of, split_calls
-from scalerl_jax.gateway.sessions import Message
 from scalerl_jax.model.decoder_config import read_config
+
+Message = Mapping[str, Any]  # as above
 
 _LONGEST_OPENING = 16  # tokens at the end of a prompt that are searched for the start of thinking
 
@@ -52,9 +53,14 @@ class Chat:
         self._form = (form_of(template) if template is not None else None) or HERMES
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The prompt tokens of the assistant's next turn. Raises NotRendered."""
         return self._encoded(lambda template: template.render(messages, tools=tools))
 
     def reply(self, messages: Sequence[Message], *, behind: int) -> list[int]:
+        """What the template writes after an assistant's turn that ends with token `behind`, up to its next turn.
+
+        Raises NotRendered.
+        """
         ids = self._encoded(lambda template: template.next_turn(messages))
         return ids[1:] if ids[:1] == [behind] else ids  # the turn's end has been sampled
 

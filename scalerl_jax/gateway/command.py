@@ -90,7 +90,7 @@ def main(config: Config, arguments: list[str]) -> None:
         if FLAGS.exit_with_parent:
             signals.request_with_parent()
 
-        async def serve() -> None:
+        async def serve_http() -> None:
             generators = Generators(
                 addresses,
                 credentials=shown,
@@ -100,7 +100,12 @@ def main(config: Config, arguments: list[str]) -> None:
             watching = asyncio.create_task(generators.run())
             try:
                 await generators.ready(config.fleet.connect_seconds)
-                serving = asyncio.ensure_future(serve_http(listening, chat, generators, sessions, token))
+
+                from scalerl_jax.gateway.app import Gateway, Options
+
+                names = names_of_model()
+                app = Gateway(chat, generators, sessions, Options(names, token, FLAGS.request_seconds)).app()
+                serving = asyncio.ensure_future(serve_app(listening, app, what=names[0]))
                 await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
                 await (serving if serving.done() else watching)  # which ends only by an exception
             finally:
@@ -113,7 +118,7 @@ def main(config: Config, arguments: list[str]) -> None:
         gc.collect()
         gc.freeze()  # existing objects stay: garbage collection skips them, which saves a fifth of a turn's time
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's, which is faster
-            runner.run(serve())
+            runner.run(serve_http())
     signals.raise_if_interrupted()
 
 
@@ -158,16 +163,6 @@ def servers(
             print(line, file=sys.stderr)
         with local:
             yield local.servers().addresses
-
-
-async def serve_http(
-    listening: socket.socket, chat: Chat, generators: Generators, sessions: Sessions, token: str
-) -> None:
-    from scalerl_jax.gateway.app import Gateway, Options
-
-    names = names_of_model()
-    options = Options(names, token, FLAGS.request_seconds)
-    await serve_app(listening, Gateway(chat, generators, sessions, options).app(), what=names[0])
 
 
 def names_of_model() -> tuple[str, ...]:

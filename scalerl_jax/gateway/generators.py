@@ -17,15 +17,12 @@ from collections.abc import AsyncIterable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
-import numpy as np
 
 from scalerl_jax.contract import peer_text, security
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import (
     Completion,
-    CompletionRequest,
     GroupRequest,
-    Sampling,
     ScoreRequest,
     Scores,
     Version,
@@ -90,10 +87,7 @@ class Sampler(Protocol):
     async def ready(self, seconds: float) -> None:
         """Returns when a server is available. Raises NoServer."""
 
-    async def generate(
-        self, prompt: np.ndarray, *, name: str, index: int, seed: int, sampling: Sampling, seconds: float,
-        session: str = "",
-    ) -> tuple[Completion, str]:  # fmt: skip
+    async def generate(self, request: GroupRequest, *, seconds: float) -> tuple[Completion, str]:
         """See Generators."""
 
 
@@ -173,21 +167,11 @@ class Generators:
         """Most tokens of prompt and completion that every available server holds; 0: there is none."""
         return min((status.maximum_tokens for status in self.there), default=0)
 
-    async def generate(
-        self,
-        prompt: np.ndarray,
-        *,
-        name: str,
-        index: int,
-        seed: int,
-        sampling: Sampling,
-        seconds: float,
-        session: str = "",
-    ) -> tuple[Completion, str]:
-        """One completion, and the server's name; prompt: [tokens] int32. session: that it is a turn of. Raises Busy,
-        NoServer, Late or Refused."""
-        wanted = (CompletionRequest(index, seed),)
-        request = GroupRequest(0, name, prompt, wanted, sampling, session=session)
+    async def generate(self, request: GroupRequest, *, seconds: float) -> tuple[Completion, str]:
+        """The only completion of the request, and the server's name; the request's incarnation becomes the server's.
+
+        Raises Busy, NoServer, Late or Refused.
+        """
         try:
             async with asyncio.timeout(seconds):
                 return await self._somewhere(request)

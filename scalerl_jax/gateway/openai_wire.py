@@ -14,8 +14,9 @@ import numpy as np
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.environments.tool_calls import check_json
 from scalerl_jax.gateway import wire
-from scalerl_jax.gateway.sessions import Message, Turn
-from scalerl_jax.gateway.wire import Asked, bad, field, number
+from scalerl_jax.gateway.chat import Message
+from scalerl_jax.gateway.sessions import Turn
+from scalerl_jax.gateway.wire import Asked, Sampled, bad, field, number
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NOT_OFFERED = {
@@ -39,14 +40,12 @@ def chat(body: Mapping[str, Any]) -> Asked:
     wire.refuse(body, **_NOT_OF_TEXTS)
     if (field(body, "response_format", dict, {}).get("type") or "text") != "text":
         raise bad("response_format: only text is offered", "response_format")
-    choice = field(body, "tool_choice", (str, dict), "auto")
-    if choice not in ("auto", "none"):
-        raise bad("tool_choice: auto and none are offered", "tool_choice")
+    calls_tools = wire.may_call_tools(field(body, "tool_choice", (str, dict), "auto"))
     number(body, "top_logprobs", 0, 0, 20, whole=True)
     most = number(body, "max_completion_tokens", None, 1, 2**31 - 1, whole=True)
     return Asked(
         messages=_messages(field(body, "messages", list, [])),
-        tools=_tools(field(body, "tools", list, [])) if choice == "auto" else (),
+        tools=_tools(field(body, "tools", list, [])) if calls_tools else (),
         choices=number(body, "n", 1, 1, wire.MOST_CHOICES, whole=True),
         max_tokens=most or number(body, "max_tokens", None, 1, 2**31 - 1, whole=True),
         **wire.sampling_fields(body),
@@ -135,60 +134,57 @@ def _tools(given: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
 # ---- answers
 
 
-def chat_answer(
-    turns: Sequence[Turn], body: Mapping[str, Any], *, model: str, name: str, tokenizer: Tokenizer,
-    prompt: Sequence[int],
-) -> dict[str, Any]:  # fmt: skip
-    """prompt: its token ids."""
+def chat_answer(found: Sampled) -> dict[str, Any]:
+    (turns,), body = found.calls, found.body
     choices: list[dict[str, Any]] = []
     for turn in turns:
-        found: dict[str, Any] = {
-            "index": turn.index, "message": _said(turn.message), "finish_reason": _finish(turn), "logprobs": None,
+        choice: dict[str, Any] = {
+            "index": turn.index, "message": _message(turn.message), "finish_reason": _finish(turn), "logprobs": None,
         }  # fmt: skip
         if body.get("logprobs"):
             content = [
-                {**one, "top_logprobs": [one] * bool(body.get("top_logprobs"))} for one in _tokens(turn, tokenizer)
+                {**one, "top_logprobs": [one] * bool(body.get("top_logprobs"))}
+                for one in _tokens(turn, found.tokenizer)
             ]
-            found["logprobs"] = {"content": content, "refusal": None}
+            choice["logprobs"] = {"content": content, "refusal": None}
         if body.get("return_token_ids"):
-            found["token_ids"] = turn.token_ids.tolist()
-        choices.append(found)
-    answer = {**_head(name, "chat.completion", model), "choices": choices, "usage": _usage(turns, turns[0].prompt)}
-    return {**answer, **({"prompt_token_ids": list(prompt)} if body.get("return_token_ids") else {})}
+            choice["token_ids"] = turn.token_ids.tolist()
+        choices.append(choice)
+    head = _head(f"chatcmpl-{found.name}", "chat.completion", found.model)
+    answer = {**head, "choices": choices, "usage": _usage(turns, turns[0].prompt)}
+    return {**answer, **({"prompt_token_ids": found.prompt()} if body.get("return_token_ids") else {})}
 
 
-def completion_answer(
-    calls: Sequence[Sequence[Turn]], body: Mapping[str, Any], *, model: str, name: str, tokenizer: Tokenizer,
-    prompts: Sequence[Sequence[int]],
-) -> dict[str, Any]:  # fmt: skip
-    """calls: the turns of each prompt. prompts: their token ids."""
-    choices: list[dict[str, Any]] = []
-    for turns, prompt in zip(calls, prompts, strict=True):
+def completion_answer(found: Sampled) -> dict[str, Any]:
+    body, choices = found.body, list[dict[str, Any]]()
+    prompts = [found.prompt(number) for number in range(len(found.calls))]
+    for turns, prompt in zip(found.calls, prompts):
         for turn in turns:
-            found: dict[str, Any] = {
+            choice: dict[str, Any] = {
                 "index": len(choices), "text": turn.message["content"], "finish_reason": turn.finish_reason,
                 "logprobs": None,
             }  # fmt: skip
             if (logprobs := body.get("logprobs")) is not None:
-                tokens = _tokens(turn, tokenizer)
+                tokens = _tokens(turn, found.tokenizer)
                 texts = [one["token"] for one in tokens]
-                found["logprobs"] = {
+                choice["logprobs"] = {
                     "tokens": texts,
                     "token_logprobs": [one["logprob"] for one in tokens],
                     "top_logprobs": [{one["token"]: one["logprob"]} for one in tokens] if logprobs else None,
                     "text_offset": [0, *np.cumsum([len(text) for text in texts])[:-1].tolist()],
                 }
             if body.get("return_token_ids"):
-                found |= {"token_ids": turn.token_ids.tolist(), "prompt_token_ids": list(prompt)}
-            choices.append(found)
-    flat = [turn for turns in calls for turn in turns]
-    usage = _usage(flat, sum(len(prompt) for prompt in prompts))
-    answer = {**_head(name, "text_completion", model), "choices": choices, "usage": usage}
+                choice |= {"token_ids": turn.token_ids.tolist(), "prompt_token_ids": prompt}
+            choices.append(choice)
+    flat = [turn for turns in found.calls for turn in turns]
+    usage = _usage(flat, sum(map(len, prompts)))
+    answer = {**_head(f"cmpl-{found.name}", "text_completion", found.model), "choices": choices, "usage": usage}
     alone = len(prompts) == 1 and body.get("return_token_ids")
-    return {**answer, **({"prompt_token_ids": list(prompts[0])} if alone else {})}
+    return {**answer, **({"prompt_token_ids": prompts[0]} if alone else {})}
 
 
-def generate_answer(turn: Turn, *, name: str, prompt: Sequence[int]) -> dict[str, Any]:
+def generate_answer(found: Sampled) -> dict[str, Any]:
+    turn = found.turn
     content = [
         {"token": f"token_id:{token}", "logprob": min(0.0, float(logprob))}
         for token, logprob in zip(turn.token_ids.tolist(), turn.logprobs)
@@ -196,17 +192,26 @@ def generate_answer(turn: Turn, *, name: str, prompt: Sequence[int]) -> dict[str
     choice = {"index": 0, "token_ids": turn.token_ids.tolist(), "logprobs": {"content": content}}
     choice["finish_reason"] = turn.finish_reason
     usage = _usage([turn], turn.prompt)
-    return {"request_id": name, "choices": [choice], "prompt_token_ids": list(prompt), "usage": usage}
+    return {"request_id": found.name, "choices": [choice], "prompt_token_ids": found.prompt(), "usage": usage}
 
 
-def chunks(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[str]:
-    """The events that stream an answer of either kind."""
+def chat_chunks(found: Sampled) -> Iterator[str]:
+    """The events that stream an answer."""
+    return _chunks(chat_answer(found), found.body)
+
+
+def completion_chunks(found: Sampled) -> Iterator[str]:
+    """The events that stream an answer."""
+    return _chunks(completion_answer(found), found.body)
+
+
+def _chunks(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[str]:
     head = {name: answer[name] for name in ("id", "created", "model")}
     kind = answer["object"]
     head["object"] = "chat.completion.chunk" if kind == "chat.completion" else kind
     for choice in answer["choices"]:
         at = {"index": choice["index"]}
-        said = {name: value for name, value in choice.items() if name not in ("index", "message", "finish_reason")}
+        whole = {name: value for name, value in choice.items() if name not in ("index", "message", "finish_reason")}
         last: dict[str, Any] = {"logprobs": None, "finish_reason": choice["finish_reason"]}
         if kind == "chat.completion":
             message = {name: value for name, value in choice["message"].items() if name != "role"}
@@ -214,10 +219,10 @@ def chunks(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[str]:
                 message["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
             first = {"role": "assistant", "content": ""}
             yield _event({**head, "choices": [{**at, "delta": first, "logprobs": None, "finish_reason": None}]})
-            said["delta"], last["delta"] = message, {}
+            whole["delta"], last["delta"] = message, {}
         else:
             last["text"] = ""
-        yield _event({**head, "choices": [{**at, **said, "finish_reason": None}]})
+        yield _event({**head, "choices": [{**at, **whole, "finish_reason": None}]})
         yield _event({**head, "choices": [{**at, **last}]})
     options = body.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage"):
@@ -233,15 +238,16 @@ def _head(name: str, kind: str, model: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
-def _said(message: Message) -> dict[str, Any]:
-    said = {**message, "refusal": None}
+def _message(message: Message) -> dict[str, Any]:
+    """A message as it is in an answer."""
+    shown = {**message, "refusal": None}
     if calls := message.get("tool_calls"):
-        said["content"] = message["content"] or None
-        said["tool_calls"] = [
+        shown["content"] = message["content"] or None
+        shown["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
             for call in calls
         ]
-    return said
+    return shown
 
 
 def _finish(turn: Turn) -> str:

@@ -8,8 +8,7 @@ from typing import Any
 from scalerl_jax.gateway import wire
 from scalerl_jax.gateway.anthropic_wire import event
 from scalerl_jax.gateway.openai_wire import message_of
-from scalerl_jax.gateway.sessions import Turn
-from scalerl_jax.gateway.wire import Asked, bad, field, number
+from scalerl_jax.gateway.wire import Asked, Sampled, bad, field, number
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
@@ -19,9 +18,7 @@ def responses(body: Mapping[str, Any]) -> Asked:
     wire.refuse(body, previous_response_id=None, conversation=None, prompt=None, background=False, top_logprobs=0)
     if (field(field(body, "text", dict, {}), "format", dict, {}).get("type") or "text") != "text":
         raise bad("text: only the format text is offered", "text")
-    choice = field(body, "tool_choice", (str, dict), "auto")
-    if choice not in ("auto", "none"):
-        raise bad("tool_choice: auto and none are offered", "tool_choice")
+    calls_tools = wire.may_call_tools(field(body, "tool_choice", (str, dict), "auto"))
     given = field(body, "input", (str, list), [])
     if not given:
         raise bad("input: must be a text, or items, one at least", "input")
@@ -36,7 +33,7 @@ def responses(body: Mapping[str, Any]) -> Asked:
     tools = tuple(_tool(tool, f"tools[{at}]") for at, tool in enumerate(field(body, "tools", list, [])))
     return Asked(
         messages=tuple(messages),
-        tools=tools if choice == "auto" else (),
+        tools=tools if calls_tools else (),
         max_tokens=number(body, "max_output_tokens", None, 1, 2**31 - 1, whole=True),
         **wire.sampling_fields(body),
     )
@@ -72,12 +69,11 @@ def _join(first: dict[str, Any], then: Mapping[str, Any]) -> None:
 def _tool(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(given, dict) or given.get("type") != "function" or not isinstance(given.get("name"), str):
         raise bad(f"{where}: only tools of the type function are offered, with a name", where)
-    function = {"name": given["name"], "description": field(given, "description", str, "")}
-    function["parameters"] = field(given, "parameters", dict, {"type": "object", "properties": {}})
-    return {"type": "function", "function": function}
+    return wire.tool(given, "parameters")
 
 
-def answer(turn: Turn, body: Mapping[str, Any], *, model: str, name: str) -> dict[str, Any]:
+def answer(found: Sampled) -> dict[str, Any]:
+    turn, body, name = found.turn, found.body, found.name
     message, cut = turn.message, turn.finish_reason == "length"
     status, tokens = "incomplete" if cut else "completed", len(turn.token_ids)
     output: list[dict[str, Any]] = []
@@ -99,16 +95,16 @@ def answer(turn: Turn, body: Mapping[str, Any], *, model: str, name: str) -> dic
     }  # fmt: skip
     asked = {key: body.get(key) for key in ("instructions", "metadata", "temperature", "top_p")}
     return {
-        "id": f"resp_{name}", "object": "response", "created_at": int(time.time()), "model": model, **asked,
+        "id": f"resp_{name}", "object": "response", "created_at": int(time.time()), "model": found.model, **asked,
         "status": status, "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "error": None,
         "output": output, "usage": usage, "parallel_tool_calls": True, "tools": body.get("tools") or [],
         "tool_choice": body.get("tool_choice") or "auto", "previous_response_id": None,
     }  # fmt: skip
 
 
-def events(found: Mapping[str, Any]) -> Iterator[str]:
+def events(found: Sampled) -> Iterator[str]:
     """The events that stream an answer."""
-    for at, (kind, fields) in enumerate(_events(found)):
+    for at, (kind, fields) in enumerate(_events(answer(found))):
         yield event(f"response.{kind}", sequence_number=at, **fields)
 
 

@@ -26,14 +26,13 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from scalerl_jax.contract.codec import Completion
+from scalerl_jax.gateway.chat import Chat, Message
 from scalerl_jax.gateway.journal import Journal
-
-Message = Mapping[str, Any]  # {"role", "content", ...}, see chat.py
 
 # (prompt [tokens] int32, the call's name, index among its choices, seed) -> the completion, and the server's name.
 Generate = Callable[[np.ndarray, str, int, int], Awaitable[tuple[Completion, str]]]
@@ -45,6 +44,7 @@ T = TypeVar("T")
 KEY = "sk-scalerl-"  # prefix of a client's key that names its session
 _MOST_ENDED = 100_000  # names kept of ended sessions
 TURN_BYTES = 1000  # of a turn in memory, without its tokens and its text
+_ARRAYS = {"added": "<i4", "token_ids": "<i4", "logprobs": "<f4"}  # of a turn, and how they are written as JSON
 _ENCODER = json.JSONEncoder(sort_keys=True)  # json.dumps would make one at each call
 
 
@@ -56,21 +56,11 @@ class SessionsFull(Exception):
     """The limit on sessions, or on their bytes, is reached."""
 
 
-class Renderer(Protocol):
-    """The chat template and its tokenizer. Both raise NotRendered (chat.py), a ValueError, if the template fails."""
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The prompt tokens of the assistant's next turn."""
-
-    def reply(self, messages: Sequence[Message], *, behind: int) -> list[int]:
-        """What the template writes after an assistant's turn that ends with token `behind`, up to its next turn."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A client's request: messages, or the tokens of a prompt."""
 
-    digest: str  # of the whole request
+    digest: str = ""  # of the whole request
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     prompt: np.ndarray | None = None  # [tokens] int32; None: the messages
@@ -105,24 +95,16 @@ class Turn:
 
     def to_json(self) -> dict[str, Any]:
         """Arrays are base64 of little-endian int32 and float32."""
-        arrays = {"added": "<i4", "token_ids": "<i4", "logprobs": "<f4"}
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        coded = {name: base64.b64encode(fields[name].astype(kind).tobytes()).decode() for name, kind in arrays.items()}
+        fields = vars(self)
+        coded = {name: base64.b64encode(fields[name].astype(kind).tobytes()).decode() for name, kind in _ARRAYS.items()}
         return {**fields, **coded}
 
 
 def turn_from_json(found: Mapping[str, Any]) -> Turn:
-    def array(name: str, kind: str, dtype: Any) -> np.ndarray:
-        return np.frombuffer(base64.b64decode(found[name]), kind).astype(dtype)
-
-    return Turn(**{
-        **found,
-        "added": array("added", "<i4", np.int32),
-        "token_ids": array("token_ids", "<i4", np.int32),
-        "logprobs": array("logprobs", "<f4", np.float32),
-        "versions": tuple(map(tuple, found["versions"])),
-        "forced": tuple(map(tuple, found["forced"])),
-    })  # fmt: skip
+    coded = {name: base64.b64decode(found[name]) for name in _ARRAYS}
+    arrays = {name: np.frombuffer(coded[name], kind).astype(kind[1:]) for name, kind in _ARRAYS.items()}
+    spans = {name: tuple(map(tuple, found[name])) for name in ("versions", "forced")}
+    return Turn(**{**found, **arrays, **spans})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +173,7 @@ class Session:
         self.full = False  # a prompt was too long for a turn after it
         self._seed, self._journal, self._most_turns = seed, journal, most_turns
         self._children: dict[int | None, list[Turn]] = defaultdict(list)
-        self._said: dict[str, list[Turn]] = defaultdict(list)  # by the digest of all messages, including the turn's
+        self._by_history: dict[str, list[Turn]] = defaultdict(list)  # the digest of all messages, including the turn's
         self._names = 0  # calls so far
         self._calls: dict[str, asyncio.Task[tuple[Turn, ...]]] = {}  # the last call of each key, and of each digest
         self._running: set[asyncio.Task[tuple[Turn, ...]]] = set()
@@ -202,7 +184,7 @@ class Session:
 
     # ---- calls
 
-    async def ask(self, call: Call, *, renderer: Renderer, generate: Generate, read: Read) -> tuple[Turn, ...]:
+    async def ask(self, call: Call, *, chat: Chat, generate: Generate, read: Read) -> tuple[Turn, ...]:
         """The turns of a call, one for each choice. A caller that is cancelled leaves it running, for its retry.
 
         Raises SessionOver, ValueError if the template fails, OSError if the journal cannot be written, and what
@@ -218,7 +200,7 @@ class Session:
             elif self._most_turns and len(self.turns) + call.choices > self._most_turns:
                 raise SessionOver(f"session {self.name} has {len(self.turns)} turns, and {self._most_turns} may be")
             else:
-                again = asyncio.create_task(self._sample(call, renderer, generate, read))
+                again = asyncio.create_task(self._sample(call, chat, generate, read))
             names = [call.digest, keyed] if call.key else [call.digest]
             self._running.add(again)
             self._calls.update(dict.fromkeys(names, again))
@@ -270,9 +252,9 @@ class Session:
                 if self._calls.get(name) is done:
                     del self._calls[name]
 
-    async def _sample(self, call: Call, renderer: Renderer, generate: Generate, read: Read) -> tuple[Turn, ...]:
+    async def _sample(self, call: Call, chat: Chat, generate: Generate, read: Read) -> tuple[Turn, ...]:
         number, self._names = self._names, self._names + 1
-        parent, added, history = self._place(call, renderer)
+        parent, added, history = self._place(call, chat)
         prompt = np.concatenate([self.path(parent), added])
         seed = (self._seed, self.name, number) if call.seed is None else (call.seed,)
         completions = await all_of([
@@ -301,7 +283,7 @@ class Session:
 
     # ---- the graph
 
-    def _place(self, call: Call, renderer: Renderer) -> tuple[int | None, np.ndarray, str]:
+    def _place(self, call: Call, chat: Chat) -> tuple[int | None, np.ndarray, str]:
         """(parent, tokens added after its path, digest of the messages) of a call's prompt."""
         if call.prompt is not None:
             parent = self._longest(call.prompt)
@@ -309,11 +291,11 @@ class Session:
         turn, behind, history = self._extends(call)
         if turn is not None:
             try:
-                reply = renderer.reply(call.messages[behind:], behind=int(turn.token_ids[-1]))
+                reply = chat.reply(call.messages[behind:], behind=int(turn.token_ids[-1]))
                 return turn.turn_id, np.asarray(reply, np.int32), history
             except ValueError:  # a template that renders such messages only in a whole chat
                 pass
-        whole = np.asarray(renderer.render(call.messages, call.tools), np.int32)
+        whole = np.asarray(chat.render(call.messages, call.tools), np.int32)
         parent = self._longest(whole)
         return parent, whole[len(self.path(parent)) :], history
 
@@ -326,10 +308,10 @@ class Session:
                 continue
             thinking = message.get("reasoning_content")
             without = _digest(at, {**message, "reasoning_content": None})
-            said = [turn for turn in self._said.get(without, ())
+            same = [turn for turn in self._by_history.get(without, ())
                     if thinking in (None, turn.message.get("reasoning_content"))]  # fmt: skip
-            at = without if said else _digest(at, message)
-            found, behind = (said[-1], number) if said else (None, 0)
+            at = without if same else _digest(at, message)
+            found, behind = (same[-1], number) if same else (None, 0)
         return (found, behind, at) if behind < len(call.messages) else (None, 0, at)
 
     def _longest(self, prompt: np.ndarray) -> int | None:
@@ -352,7 +334,7 @@ class Session:
             self.size += turn.size
             self._children[turn.parent].append(turn)
             if history:
-                self._said[_digest(history, {**turn.message, "reasoning_content": None})].append(turn)
+                self._by_history[_digest(history, {**turn.message, "reasoning_content": None})].append(turn)
 
     def _restore(self, journal: Journal) -> None:
         for record in journal.records:

@@ -13,8 +13,9 @@ from starlette.requests import Request
 
 from scalerl_jax.contract import limits
 from scalerl_jax.contract.codec import Sampling
+from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.environments.tool_calls import check_json
-from scalerl_jax.gateway.sessions import Message, Turn
+from scalerl_jax.gateway.sessions import Call, Session, Turn
 
 MOST_BODY_BYTES = 32 * 2**20
 MOST_CHOICES = 128
@@ -99,14 +100,9 @@ def _no_number(text: str) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Asked(Call):
     """One prompt, how it is sampled, and how its completions are read."""
 
-    messages: tuple[Message, ...] = ()
-    tools: tuple[Mapping[str, Any], ...] = ()
-    prompt: np.ndarray | None = None  # [tokens] int32, instead of messages
-    choices: int = 1
-    seed: int | None = None
     max_tokens: int | None = None  # None: as many as fit
     temperature: float = 1.0
     top_p: float = 1.0
@@ -124,6 +120,32 @@ class Asked:
             answer_budget=min(capacity, self.max_tokens or capacity),
             stop_token_ids=tuple(dict.fromkeys([*stop_ids, *self.stop_token_ids])),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """What was sampled for a request."""
+
+    calls: Sequence[Sequence[Turn]]  # the choices of each prompt
+    body: Mapping[str, Any]
+    model: str  # its name in the answer
+    session: Session
+    tokenizer: Tokenizer
+
+    @property
+    def turn(self) -> Turn:
+        """The first one, which is the only one in most protocols."""
+        return self.calls[0][0]
+
+    @property
+    def name(self) -> str:
+        """The answer's id, before which each protocol writes its own prefix; a retry's is the same."""
+        return f"{self.session.name}-{self.turn.turn_id}"
+
+    def prompt(self, number: int = 0) -> list[int]:
+        """The token ids of the prompt with this number."""
+        turn = self.calls[number][0]
+        return np.concatenate([self.session.path(turn.parent), turn.added]).tolist()
 
 
 def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
@@ -160,6 +182,23 @@ def sampling_fields(body: Mapping[str, Any], *, stop: str = "stop") -> dict[str,
         "seed": number(body, "seed", None, -(2**63), 2**64 - 1, whole=True),
         "stops": tuple(stops),
     }
+
+
+def may_call_tools(tool_choice: Any) -> bool:
+    """Whether the model may call tools. Raises ApiError if it is to call a certain one, which is not offered."""
+    if tool_choice not in ("auto", "none"):
+        raise bad("tool_choice: auto and none are offered", "tool_choice")
+    return tool_choice == "auto"
+
+
+def tool(given: Mapping[str, Any], schema: str) -> dict[str, Any]:
+    """A tool as chat templates have it. schema: the field with the schema of its parameters. Raises ApiError."""
+    function = {
+        "name": given["name"],
+        "description": field(given, "description", str, ""),
+        "parameters": field(given, schema, dict, {"type": "object", "properties": {}}),
+    }
+    return {"type": "function", "function": function}
 
 
 def refuse(body: Mapping[str, Any], **neutral: Any) -> None:

@@ -4,10 +4,9 @@ score.py     evaluations, the fit, the forecast, the parts of a mixture
 health.py    series of the updates, thinned, with their limits and alarms
 time_line.py waits along the run, and for what; device-hours by role
 samples.py   sampled completions to read, within a size
-log_rows.py  rows of the logs, checked
-run_data.py  the page's data of a run folder
-page.py      the file: parts put together, escaped, written whole
-writer.py    the trainer's reports, written on a separate thread
+log_rows.py  rows of the logs, checked; their numbers, rounded and thinned
+page.py      the data of a run folder; the file: parts put together, escaped, written whole; the trainer's reports,
+             written on a separate thread
 assets/      the page's own markup, style and scripts; uplot/ the chart library
 
 Text of a rollout is only data to this page: it is stored as JSON without any "<", becomes text nodes only, and a

@@ -9,8 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalerl_jax.report.log_rows import Row
-from scalerl_jax.report.numbers import groups_of, rounded, thinned
+from scalerl_jax.report.log_rows import Row, five_digits, groups_of, rounded, thinned
 from scalerl_jax.run import alarms as alarms_lib
 from scalerl_jax.run.collapse import first_collapse
 
@@ -201,11 +200,11 @@ def health(
             {
                 **{name: getattr(chart, name) for name in ("key", "title", "what", "form", "means", "wrong")},
                 "series": series,
-                "latest": rounded([latest])[0],
+                "latest": five_digits(latest),
                 "lines": [
                     {
                         **dataclasses.asdict(line),
-                        "value": rounded([line.value])[0],
+                        "value": five_digits(line.value),
                         "over": enough and line.passed_by(latest),
                     }
                     for line in drawn.get(chart.key, [])

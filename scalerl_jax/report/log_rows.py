@@ -1,14 +1,22 @@
-"""Rows of a run's logs for the page, checked for the columns that it draws; an error is one line that names the row."""
+"""Rows of a run's logs for the page, and their numbers as it draws them.
+
+Rows are checked for the columns that are drawn; an error is one line that names the row. Numbers have five digits, only
+values that JSON allows, and no more points than are visible.
+"""
 
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 from scalerl_jax.run.jsonl import read_rows
 
 Row = dict[str, Any]
+
+MOST_POINTS = 400  # of a series; a chart is not much wider in pixels
 
 _LARGEST = sys.float_info.max
 _LAG = re.compile(r"[0-9]{1,9}", re.ASCII)
@@ -95,3 +103,30 @@ def _is_count(value: Any) -> bool:
 
 def _is_wait(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_given(value[1])
+
+
+def five_digits(value: float | None) -> float | None:
+    """Five significant digits; None for a missing value, an infinity or NaN."""
+    return None if value is None or not np.isfinite(value) else float(f"{value:.5g}")
+
+
+def rounded(values: Iterable[float | None]) -> list[float | None]:
+    """`five_digits` of each."""
+    return [five_digits(value) for value in values]
+
+
+def groups_of(count: int, most: int = MOST_POINTS) -> list[slice]:
+    """`count` points as at most `most` groups of neighbours, each of the same size but the last."""
+    size = max(1, -(-count // most))
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def thinned(values: Sequence[float | None], groups: Sequence[slice]) -> dict[str, list[float | None]]:
+    """Mean of each group, and its minimum and maximum if groups have more than one point. None without values."""
+    numbers = np.array([np.nan if value is None else value for value in values], np.float64)
+    parts = [part[np.isfinite(part)] for part in (numbers[group] for group in groups)]
+    out = {"mean": rounded(part.mean() if part.size else None for part in parts)}
+    if any(group.stop - group.start > 1 for group in groups):
+        out["low"] = rounded(part.min() if part.size else None for part in parts)
+        out["high"] = rounded(part.max() if part.size else None for part in parts)
+    return out

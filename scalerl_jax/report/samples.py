@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalerl_jax.report.log_rows import Row
-from scalerl_jax.report.numbers import rounded
+from scalerl_jax.report.log_rows import Row, five_digits, rounded
 from scalerl_jax.run.jsonl import row_of
 
 READ_BYTES = 16_000_000  # of sample files: read in well under a second
@@ -118,7 +117,7 @@ def sample(row: Row, marker: str) -> dict[str, Any]:
         "prompt_left_out": prompt_left_out,
         "expected": row["answer"],
         "outcome": "truncated" if row["finish_reason"] == "length" else "right" if row["verdict"] else "wrong",
-        "reward": rounded([row["reward"]])[0],
+        "reward": five_digits(row["reward"]),
         "finish": row["finish_reason"],
         "tokens": len(row["token_ids"]),
         "versions": row["versions"],

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from scalerl_jax.report.log_rows import Row
-from scalerl_jax.report.numbers import rounded
+from scalerl_jax.report.log_rows import Row, five_digits, rounded
 from scalerl_jax.run.jsonl import column, environments_of, evaluation_counts, hours_rate
 from scalerl_jax.scaling import SigmoidFit, calibration, fit_sigmoid, noise
 from scalerl_jax.scaling.average import AverageForecast, average_forecast
@@ -127,9 +126,9 @@ def curve(fit: SigmoidFit, compute: np.ndarray, what: str, ahead: AverageForecas
     return {
         "what": what,
         "points": fit.points,
-        "until": rounded([float(compute[fit.used].max())])[0],
-        **{name: rounded([value])[0] for name, value in fit.parameters.items()},
-        "residual": rounded([fit.ssr])[0],
+        "until": five_digits(float(compute[fit.used].max())),
+        **{name: five_digits(value) for name, value in fit.parameters.items()},
+        "residual": five_digits(fit.ssr),
         "intervals": {name: rounded(ends) for name, ends in fit.intervals.items()},  # 95 %; None: open
         "identified": fit.identified,
         "fits": not fit.misfit,
@@ -155,8 +154,8 @@ def outcome(forecast: Backtest, axis: str) -> dict[str, Any]:
     """The forecast made at half of the compute, and the measured score."""
     return {
         "forecast": rounded(dataclasses.astuple(forecast.score)),
-        "measured": rounded([forecast.measured])[0],
-        "error": rounded([forecast.error])[0],
+        "measured": five_digits(forecast.measured),
+        "error": five_digits(forecast.error),
         "outcome": forecast.outcome,
         "sentence": f"{forecast.statement(axis_name(axis))}; {forecast.outcome}",
     }

@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scalerl_jax.report.health import collapses
-from scalerl_jax.report.page import write_report
-from scalerl_jax.report.run_data import read_settings
+from scalerl_jax.report.page import read_settings, write_report
 from scalerl_jax.report.samples import sample_files
 from scalerl_jax.report.score import asymptote, backtest
 from scalerl_jax.run.alarms import Alarm, alarms

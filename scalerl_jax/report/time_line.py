@@ -14,8 +14,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalerl_jax.report.log_rows import Row
-from scalerl_jax.report.numbers import groups_of, rounded
+from scalerl_jax.report.log_rows import Row, five_digits, groups_of, rounded
 from scalerl_jax.run.ledger_file import CLASSES
 
 _MOST_INTERVALS = 300
@@ -39,7 +38,7 @@ def totals(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
     tokens = ("trained_tokens", "sampled_tokens", "evaluation_tokens")
     return {
         "hours": {side: dict(zip(CLASSES, rounded(parts.values()))) for side, parts in hours(latest).items()},
-        **{name: rounded([compute.get(name)])[0] for name in names},
+        **{name: five_digits(compute.get(name)) for name in names},
         **{name: compute.get(name) for name in tokens},
     }
 
@@ -83,9 +82,9 @@ def time_line(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
         "intervals": [together(intervals[group]) for group in groups],
         "each": groups[0].stop,
         "begin": begin,
-        "names": [[name, rounded([seconds])[0]] for name, seconds in names[:_MOST_NAMES]],
+        "names": [[name, five_digits(seconds)] for name, seconds in names[:_MOST_NAMES]],
         "other_names": len(names[_MOST_NAMES:]),
-        "other_seconds": rounded([sum(seconds for _, seconds in names[_MOST_NAMES:])])[0],
+        "other_seconds": five_digits(sum(seconds for _, seconds in names[_MOST_NAMES:])),
         "named": any("waited_for" in row for row in metrics),
     }
 
@@ -114,7 +113,7 @@ def interval(before: Row | None, row: Row, start: float, end: float, pause: floa
         "step": row["step"],
         "start": start,
         "end": end,
-        "pause": None if pause is None else rounded([pause])[0],
+        "pause": five_digits(pause),
         "trainer": [trainer["busy"], waiting, trainer["evaluation"], trainer["setup"], other, trainer["stalled"]],
         "generators": [used["generator"][kind] for kind in CLASSES],
         "waited_for": dict(row.get("waited_for") or []),
@@ -133,10 +132,10 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     most = max(names.items(), key=lambda item: item[1], default=None)
     return {
         "step": parts[-1]["step"],
-        "start": rounded([parts[0]["start"]])[0],
-        "end": rounded([parts[-1]["end"]])[0],
-        "pause": None if not pauses else rounded([sum(pauses)])[0],
+        "start": five_digits(parts[0]["start"]),
+        "end": five_digits(parts[-1]["end"]),
+        "pause": None if not pauses else five_digits(sum(pauses)),
         "trainer": rounded(value / (sum(trainer) or 1.0) for value in trainer),
         "generators": rounded(value / (sum(generators) or 1.0) for value in generators),
-        "waited_for": None if most is None else [most[0], rounded([most[1]])[0]],
+        "waited_for": None if most is None else [most[0], five_digits(most[1])],
     }

@@ -98,28 +98,23 @@ class CollapseGuard:
     """The collapse alarm of one trainer, for its thread. The folder's logs are open and end at the step to resume
     from."""
 
-    def __init__(self, config: Config, *, folder: RunFolder, checkpoints: Checkpoints, say: Callable[[str], None]):
+    def __init__(self, config: Config, *, folder: RunFolder, checkpoints: Checkpoints, log: Callable[[str], None]):
         self._on_collapse = config.checkpoint.on_collapse
-        self._folder, self._checkpoints, self._say = folder, checkpoints, say
+        self._folder, self._checkpoints, self._log = folder, checkpoints, log
         self._watch = CollapseWatch()
         follow(self._watch, read_rows(folder.path("metrics.jsonl")), folder.evaluations())
         self._found: Collapse | None = None
-        self._tell(self._watch.raised)  # from the rows before a restart
+        self._report(self._watch.raised)  # from the rows before a restart
 
-    def wrap(
-        self, on_row: Callable[[Mapping[str, Any], Mapping[str, bool]], None]
-    ) -> Callable[[Mapping[str, Any], Mapping[str, bool]], None]:
-        """`on_row`, as of StepMetrics, with this alarm among the others; checks each row."""
-
-        def row(values: Mapping[str, Any], alarms: Mapping[str, bool]) -> None:
-            self._tell(self._watch.update(values))
-            on_row(values, {**alarms, COLLAPSE: True} if self._watch.raised is not None else alarms)
-
-        return row
+    def updated(self, row: Mapping[str, Any]) -> dict[str, bool]:
+        """Takes the next row of metrics.jsonl; returns this alarm by its name if it has been raised, as
+        LearningWatch.past has the others."""
+        self._report(self._watch.update(row))
+        return {COLLAPSE: True} if self._watch.raised is not None else {}
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
         """Takes the next row of evals.jsonl."""
-        self._tell(self._watch.evaluation(row))
+        self._report(self._watch.evaluation(row))
 
     @contextlib.contextmanager
     def update(self, step: int) -> Iterator[None]:
@@ -130,7 +125,7 @@ class CollapseGuard:
         try:
             yield
         except FloatingPointError as error:
-            self._tell(self._watch.not_finite(step, str(error)))
+            self._report(self._watch.not_finite(step, str(error)))
             self.raise_if_collapsed()
             raise
 
@@ -149,7 +144,7 @@ class CollapseGuard:
         before = [step for step in steps if good is not None and step <= good]
         return before[-1:] if self._on_collapse != "alarm" else []
 
-    def _tell(self, found: Collapse | None) -> None:
+    def _report(self, found: Collapse | None) -> None:
         if found is not None:
             self._found = found
-            self._say(f"update {found.step}: ALARM: {found}. What to do: {_ADVICE}.")
+            self._log(f"update {found.step}: ALARM: {found}. What to do: {_ADVICE}.")

@@ -1,4 +1,12 @@
-"""Which fields of the config may change when a run is continued: one table.
+"""The config over the starts of a run: the compute dtype is chosen once, and one table has what may change.
+
+compute_dtype=auto is replaced at the start of a run, and what was chosen is written into its config.json:
+
+    config.model.compute_dtype   auto: float32 with sync_dtype=float32; else as in the run folder's config.json, if the
+                                 run has begun; else the fastest dtype on this machine (system/platforms.py)
+    config.fleet.compute_dtype   auto: as the trainer's, so that both sides run one policy
+
+Which fields of the config may change when a run is continued:
 
     FREE    where and how it runs, and what is logged: mesh, rows, servers, checkpoints, ...
     NOTED   the run still learns the same, but rows before and after are not quite comparable: a line says so
@@ -11,12 +19,19 @@ made. Changes, and the step from which they hold, are kept in config_history.jso
 
 import dataclasses
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from scalerl_jax import config_check
 from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.config_check import ConfigError
+from scalerl_jax.system import platforms
+from scalerl_jax.system.files import read_object
+
+AUTO = "auto"
+Dtype = Literal["bfloat16", "float32"]
+_DTYPES: dict[str, Dtype] = {"bfloat16": "bfloat16", "float32": "float32"}
 
 FREE, NOTED, BOUND, WARM = "free", "said", "bound", "warm"
 
@@ -123,3 +138,30 @@ def history_row(found: Sequence[Change], *, step: int, time: float) -> str:
     """The line of config_history.jsonl."""
     changed = {change.name: {"before": change.before, "now": change.now, "kind": change.kind} for change in found}
     return json.dumps({"step": step, "time": time, "changed": changed}) + "\n"
+
+
+def settle_dtypes(config: Config, workdir: str = "") -> list[str]:
+    """Replaces compute_dtype=auto by the chosen dtypes. Returns the lines to log: none if nothing was chosen.
+
+    workdir: the folder of the run, which may have begun; empty without one.
+    """
+    lines = []
+    if config.model.compute_dtype == AUTO:
+        config.model.compute_dtype, why = _choose_dtype(config, workdir)
+        lines = [f"config.model.compute_dtype=auto: {config.model.compute_dtype} ({why})"]
+    if config.fleet.compute_dtype == AUTO:
+        config.fleet.compute_dtype = config.model.compute_dtype
+    return lines
+
+
+def _choose_dtype(config: Config, workdir: str) -> tuple[Dtype, str]:
+    if config.model.sync_dtype == "float32":
+        return "float32", "as config.model.sync_dtype is"
+    try:
+        begun = config_check.saved_leaves(read_object(os.path.join(workdir, "config.json"))) if workdir else {}
+    except (OSError, ValueError):  # the run has not begun, or its folder is refused later in the start
+        begun = {}
+    if (before := str(begun.get("model.compute_dtype"))) in _DTYPES:
+        return _DTYPES[before], "as the run was begun"
+    dtype, why = platforms.fastest_dtype()
+    return _DTYPES[dtype], why

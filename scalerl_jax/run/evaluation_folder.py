@@ -9,6 +9,7 @@ A prompt's completions are written in one piece. When the command is restarted, 
 prompts are not sampled again.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -157,12 +158,4 @@ class Completions:
 
 
 def _sample(line: Mapping[str, Any]) -> Sample:
-    return Sample(
-        correct=line["correct"],
-        reward=line["reward"],
-        answer=line["voted"],
-        tokens=line["tokens"],
-        truncated=line["truncated"],
-        interrupted=line["interrupted"],
-        metrics=line["metrics"],
-    )
+    return Sample(**{field.name: line[field.name] for field in dataclasses.fields(Sample)})

@@ -82,7 +82,7 @@ class Evaluations:
         for asked in [asked for asked in self._asked if asked.future.done()]:
             self._asked.remove(asked)
             if isinstance(asked.future.exception(), EvaluationLost):
-                self._line.say(f"step {asked.step}: {asked.future.exception()}")
+                self._line.log(f"step {asked.step}: {asked.future.exception()}")
                 continue
             self._write(asked, asked.future.result())
 
@@ -95,7 +95,7 @@ class Evaluations:
             compute=asked.compute,
         )
         each = "".join(f", {name} {part['pass_rate']:.3f}" for name, part in row["environments"].items())
-        self._line.say(
+        self._line.log(
             f"step {asked.step}: held-out pass rate {row['pass_rate']:.3f}{each} ({len(groups)} prompts x "
             f"{row['samples']}), {asked.compute['device_hours'] * 3600:.0f} device-seconds, "
             f"evaluated in {row['seconds']:.1f} s"

@@ -10,7 +10,6 @@ Names begin with PREFIX. With a trainer on several hosts, only the one that keep
 
 import collections
 import dataclasses
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -47,7 +46,7 @@ ROLES, STATES = ("trainer", "generator"), CLASSES
 
 @dataclasses.dataclass(frozen=True)
 class _Snapshot:
-    """Immutable: replaced by the trainer's thread, read by the endpoint's threads."""
+    """Immutable: replaced by the trainer's thread alone, read by the endpoint's threads."""
 
     step: int = 0
     row: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -67,37 +66,32 @@ class TrainerMetrics:
     def __init__(self, *, max_steps: int, step: int = 0):
         self.fleet: Callable[[], Mapping[str, Any]] | None = None
         self._max_steps = max_steps
-        self._lock = threading.Lock()
         self._latest = _Snapshot(step=step)
 
     def row(self, row: Mapping[str, Any], alarms: Mapping[str, bool]) -> None:
         """Takes the row of a step, and the signs past a limit: True for an alarm."""
         pushes = row.get("pushes", {})
-        with self._lock:
-            snapshot = self._latest
-            self._latest = dataclasses.replace(
-                snapshot,
-                step=row["step"],
-                row=dict(row),
-                alarms=dict(alarms),
-                waited=_waited(snapshot.waited, row),
-                updated=snapshot.updated + row.get("update_seconds", 0.0),
-                pushes=snapshot.pushes + pushes.get("applied", 0),
-                push_bytes=snapshot.push_bytes + pushes.get("payload_bytes", 0),
-                pause_seconds=snapshot.pause_seconds + pushes.get("pause_seconds", 0.0),
-            )
+        snapshot = self._latest
+        self._latest = dataclasses.replace(
+            snapshot,
+            step=row["step"],
+            row=dict(row),
+            alarms=dict(alarms),
+            waited=_waited(snapshot.waited, row),
+            updated=snapshot.updated + row.get("update_seconds", 0.0),
+            pushes=snapshot.pushes + pushes.get("applied", 0),
+            push_bytes=snapshot.push_bytes + pushes.get("payload_bytes", 0),
+            pause_seconds=snapshot.pause_seconds + pushes.get("pause_seconds", 0.0),
+        )
 
     def evaluated(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Takes the rows of evals.jsonl so far."""
         if rows:
-            with self._lock:
-                self._latest = dataclasses.replace(self._latest, evaluation=dict(rows[-1]))
+            self._latest = dataclasses.replace(self._latest, evaluation=dict(rows[-1]))
 
     def collect(self) -> Iterable[Family]:
         """The metrics. Raises RuntimeError if the fleet does not answer."""
-        with self._lock:
-            snapshot = self._latest
-        yield from (_named(*family) for family in _of_the_run(snapshot, self._max_steps))
+        yield from (_named(*family) for family in _of_the_run(self._latest, self._max_steps))
         if self.fleet is not None:
             try:
                 status = self.fleet()

@@ -55,7 +55,7 @@ def held_out_rows(config: Config, tokenizer: Tokenizer, *, apart: bool) -> tuple
 
 
 def _key(config: Config, *how: bool) -> str:
-    """The config as a key, without what is set at the start of a run (compute_dtype.py)."""
+    """The config as a key, without what is set at the start of a run (continuing.settle_dtypes)."""
     values = dataclasses.asdict(config)
     values["model"], values["fleet"] = config.model.path, ""
     return json.dumps([values, *how], sort_keys=True)

@@ -170,7 +170,7 @@ class Ledger:
         self._began = False
         self._serving: bool | None = None  # whether a server is admitted; None: no fleet calls us
         self._stalls: collections.deque[tuple[float, float]] = collections.deque(maxlen=_STALLS_REMEMBERED)
-        self._met: dict[str, float] = {}  # server -> clock of its latest status in this process
+        self._last_status: dict[str, float] = {}  # server -> clock of its latest status in this process
         self._books = ledger_file.nothing_spent()
         if os.path.exists(path):
             self._load()
@@ -237,13 +237,13 @@ class Ledger:
             heard[server_id] = self._wall()
             while len(servers) > _SERVERS_REMEMBERED:
                 oldest = next(iter(servers))
-                for known in (servers, self._met, heard):
+                for known in (servers, self._last_status, heard):
                     known.pop(oldest, None)
-            met = self._met.get(server_id, self._start)
-            self._met[server_id] = now
+            last = self._last_status.get(server_id, self._start)
+            self._last_status[server_id] = now
 
-            idle = min(up - busy, max(now - met - busy, 0.0))
-            since = max(met, now - up)
+            idle = min(up - busy, max(now - last - busy, 0.0))
+            since = max(last, now - up)
             stall = sum(max(0.0, end - max(start, since)) for start, end in self._stalls)
             stalled = min(idle, stall)
             idle -= stalled
@@ -360,7 +360,7 @@ class Ledger:
     def _there_was_time(self, server_id: str, before: ServerCounters, counters: ServerCounters) -> bool:
         """Whether a process that an earlier trainer knew can have been up since then for as long as it claims."""
         heard = self._books["heard"].get(server_id)
-        if server_id in self._met or heard is None:
+        if server_id in self._last_status or heard is None:
             return True
         away = max(0.0, self._wall() - heard) + _AWAY_SLACK_SECONDS
         return counters.up_seconds - before.up_seconds <= away

@@ -33,10 +33,10 @@ Row = Mapping[str, Any]
 
 
 class LiveForecast:
-    """A context manager; `say` logs a line. All methods are for the trainer's thread."""
+    """A context manager; `log` writes a line of the log. All methods are for the trainer's thread."""
 
-    def __init__(self, *, updates: int, say: Callable[[str], None]):
-        self._updates, self._say = updates, say
+    def __init__(self, *, updates: int, log: Callable[[str], None]):
+        self._updates, self._log = updates, log
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forecast")
         self._asked: list[Future[tuple[dict[str, Any], list[str]]]] = []
         self._logged: set[str] = set()
@@ -51,7 +51,7 @@ class LiveForecast:
         try:
             self._asked.append(self._thread.submit(forecasts, rows, updates=self._updates))
         except RuntimeError as error:  # no further thread can be started
-            self._say_once(error)
+            self._log_once(error)
 
     def collect(self) -> dict[str, Any]:
         """A row's `forecast`, and `forecasts` of a mixture's environments, if a fit has finished since the last
@@ -63,9 +63,9 @@ class LiveForecast:
         if error is None:
             found, lines = done.result()
             if lines:
-                self._tell(found["forecast"], lines)
+                self._log_if_due(found["forecast"], lines)
             return found
-        self._say_once(error)
+        self._log_once(error)
         return {}
 
     def __enter__(self) -> "LiveForecast":
@@ -75,7 +75,7 @@ class LiveForecast:
         """Waits for a running fit: seconds at most."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _tell(self, found: Mapping[str, float], lines: Sequence[str]) -> None:
+    def _log_if_due(self, found: Mapping[str, float], lines: Sequence[str]) -> None:
         step, goes_on = int(found["step"]), bool(found["go_on"])
         if self._last is not None:
             soon = step - self._last[0] < _REPORT_EVERY * self._updates
@@ -83,14 +83,14 @@ class LiveForecast:
                 return
         self._last = (step, goes_on)
         for line in lines:
-            self._say(line)
+            self._log(line)
 
-    def _say_once(self, error: BaseException) -> None:
+    def _log_once(self, error: BaseException) -> None:
         why = " ".join(str(error).split()) or type(error).__name__
         kind = re.sub(r"[\d.]+", "", why)  # the same message with other numbers is the same failure
         if kind not in self._logged:
             self._logged.add(kind)
-            self._say(f"no forecast: {why}")
+            self._log(f"no forecast: {why}")
 
 
 def forecasts(rows: Sequence[Row], *, updates: int) -> tuple[dict[str, Any], list[str]]:

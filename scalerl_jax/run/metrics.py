@@ -1,6 +1,6 @@
 """The records of each step: a row of metrics.jsonl, some completions to read, the progress line."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,11 @@ from scalerl_jax.config import Config
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.learner.batch import Batch
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
+from scalerl_jax.run.alarms import LearningWatch
+from scalerl_jax.run.collapse_guard import CollapseGuard
+from scalerl_jax.run.exporter import TrainerMetrics
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.run.jsonl import read_rows
-from scalerl_jax.run.learning_watch import LearningWatch
 from scalerl_jax.run.progress import ProgressLine
 
 
@@ -26,10 +28,10 @@ class StepMetrics:
         folder: RunFolder,
         tokenizer: Tokenizer,
         line: ProgressLine,
-        on_row: Callable[[Mapping[str, Any], Mapping[str, bool]], None],
+        guard: CollapseGuard,
+        exported: TrainerMetrics,
     ):
-        """on_row: called with each row and the signs past a limit, see exporter.py."""
-        self._on_row = on_row
+        self._guard, self._exported = guard, exported
         self._folder, self._tokenizer, self._line = folder, tokenizer, line
         self._learning = LearningWatch(config_check.leaves(config), read_rows(folder.path("metrics.jsonl")))
 
@@ -50,9 +52,10 @@ class StepMetrics:
             **values,
         }
         self._folder.metrics(step, row)
-        for remark in self._learning.row({"step": step, **row}):
-            self._line.say(remark)
-        self._on_row({"step": step, **row}, self._learning.past)
+        numbered = {"step": step, **row}
+        for remark in self._learning.row(numbered):
+            self._line.log(remark)
+        self._exported.row(numbered, {**self._learning.past, **self._guard.updated(numbered)})
         if self._folder.wants_rollouts(step):
             self._folder.rollouts(step, samples_of(groups, batch.rewards, self._tokenizer))
         seconds = max(1e-9, values["update_seconds"])

@@ -1,4 +1,6 @@
-"""Metrics of an evaluation: P prompts with n completions each, c of them correct, k of them considered.
+"""Metrics of an evaluation, and their table for people.
+
+For P prompts with n completions each, c of them correct, k of them considered:
 
     mean@n        mean over prompts of c / n
     pass@k        mean over prompts of 1 - C(n - c, k) / C(n, k)           (Chen et al. 2021, unbiased)
@@ -19,12 +21,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 from scipy import stats
 
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
 
 SUBSETS = 200  # of a prompt's completions
 _LEVEL = 0.95
+_SHOWN = 3  # values of k with a column of the table, the largest
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -86,7 +90,7 @@ class Sample:
 
     correct: bool
     reward: float
-    answer: str | None  # the answer found in it; None: no vote
+    voted: str | None  # the answer found in it; None: no vote
     tokens: int  # sampled
     truncated: bool
     interrupted: bool
@@ -109,7 +113,7 @@ def of_groups(groups: Sequence[FinishedGroup]) -> list[Prompt]:
                 Sample(
                     correct=score.correct,
                     reward=score.reward,
-                    answer=score.answer,
+                    voted=score.answer,
                     tokens=len(completion.sampled_ids()),
                     truncated=completion.finish_reason == "length",
                     interrupted=completion.interrupted,
@@ -142,7 +146,7 @@ def numbers(prompts: Sequence[Prompt]) -> dict[str, Any]:
     """
     count = len(prompts[0].samples)
     correct = [[sample.correct for sample in prompt.samples] for prompt in prompts]
-    answers = [[sample.answer for sample in prompt.samples] for prompt in prompts]
+    answers = [[sample.voted for sample in prompt.samples] for prompt in prompts]
     rates = [sum(row) / count for row in correct]
     samples = [sample for prompt in prompts for sample in prompt.samples]
     low, high = interval(rates)
@@ -183,3 +187,48 @@ def by_part(prompts: Sequence[Prompt], part: str) -> dict[str, list[Prompt]]:
     for prompt in prompts:
         parts.setdefault(getattr(prompt, part) or "(none)", []).append(prompt)
     return {name: parts[name] for name in sorted(parts)} if len(parts) > 1 else {}
+
+
+def evaluation_table(rows: Sequence[Mapping[str, Any]], name: str) -> Table:
+    """Per policy a line for each environment and one for all of them.
+
+    rows: of evals.jsonl, by step; the first column names the step if there are several.
+    """
+    table = Table(title=f"{name}: held-out prompts; in brackets 95 % intervals over prompts", title_justify="left")
+    samples = rows[-1]["samples"]
+    ks = [k for k in rows[-1]["pass_at"] if int(k) > 1][-_SHOWN:]
+    votes = [k for k in ks if any(k in part["majority_at"] for row in rows for part in _parts(row).values())][-1:]
+    several = len(rows) > 1
+    headings = [*(["step"] if several else []), "environment", "prompts", f"mean@{samples}"]
+    headings += [*(f"pass@{k}" for k in ks), *(f"majority@{k}" for k in votes)]
+    headings += ["cut", "interrupted", "tokens", "longest"]
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "environment" else "right")
+    for row in rows:
+        for part, found in _parts(row).items():
+            mean = [found["pass_rate"], found["pass_rate_low"], found["pass_rate_high"]]
+            table.add_row(
+                *([str(row["step"])] if several else []),
+                part,
+                str(found["prompts"]),
+                _with_interval(mean),
+                *(_with_interval(found["pass_at"][k]) for k in ks),
+                *(_with_interval(found["majority_at"].get(k)) for k in votes),
+                f"{found['truncated']:.1%}",
+                f"{found['interrupted']:.1%}",
+                f"{found['length_mean']:,.0f}",
+                f"{found['length_max']:,}",
+            )
+        table.add_section()
+    return table
+
+
+def _parts(row: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {**row["environments"], "all": row}
+
+
+def _with_interval(value: Sequence[float] | None) -> str:
+    if value is None:
+        return "-"
+    mean, low, high = value
+    return f"{mean:.3f} [{low:.3f}, {high:.3f}]".replace("[", "\\[", 1)

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
+_EVERY_SECONDS = 5.0  # between two plain lines
+
 
 def _short(number: float) -> str:
     for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -35,7 +37,7 @@ _PARTS: dict[str, Callable[[Any], str]] = {
 
 
 class ProgressLine:
-    """A context manager. `say` prints a line above the bar and leaves it there."""
+    """A context manager. `log` prints a line above the bar and leaves it there."""
 
     def __init__(
         self,
@@ -43,12 +45,11 @@ class ProgressLine:
         *,
         updates: int,
         step: int = 0,
-        every_seconds: float = 5.0,
         stream: IO[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._console = Console(file=stream or sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
-        self._what, self._updates, self._every, self._clock = what, updates, every_seconds, clock
+        self._what, self._updates, self._clock = what, updates, clock
         self._shown: dict[str, Any] = {"step": step}
         self._printed_at: float | None = None
         self._printed = ""
@@ -83,11 +84,11 @@ class ProgressLine:
         if self._bar is not None:
             self._bar.update(self._task, completed=self._shown["step"], line=self._line())
             return
-        due = self._printed_at is None or self._clock() - self._printed_at >= self._every
+        due = self._printed_at is None or self._clock() - self._printed_at >= _EVERY_SECONDS
         if due and self._text() != self._printed:
             self._print()
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self._console.print(line)
 
     def _line(self) -> str:

@@ -1,8 +1,11 @@
-"""Progress of a study's runs: a table on a terminal; elsewhere a line when a run starts or ends, and one a minute.
+"""The processes of a study, and their progress as people see it.
 
-The time left is the steps left times the seconds per step so far: the run's own, else the mean of the others'.
+On a terminal it is a table; elsewhere a line when a process starts or ends, and one a minute. The time left is the
+steps left times the seconds per step so far: the run's own, else the mean of the others'.
 """
 
+import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,29 +15,67 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from scalerl_jax.study.task import FAILED, FINISHED, RUNNING, WAITING, Task
+from scalerl_jax.run.jsonl import last_row
 
+WAITING, RUNNING, FINISHED, FAILED = "waiting", "running", "finished", "failed"
 EVERY_SECONDS = 60.0  # between two lines where there is no terminal
 _READ_SECONDS = 1.0
 _AROUND = 6  # lines of the terminal not available to the table's rows
 _ORDER = {RUNNING: 0, FAILED: 1, WAITING: 2, FINISHED: 3}  # priority for display if not all fit
 
 
+@dataclasses.dataclass(eq=False)
+class Task:
+    """One process of a study: a member with one seed, or a warm start."""
+
+    name: str
+    folder: str
+    log: str
+    steps: int  # total
+    command: Callable[[], list[str]]  # evaluated at the start
+    needs: "Task | None" = None  # the task that must finish first
+    is_run: bool = True  # not a warm start
+    state: str = WAITING
+    why: str = ""  # why it failed
+    began: float = 0.0  # start time, by the same clock as its rows
+    step: int = 0
+    pass_rate: float | None = None  # of the latest held-out evaluation
+    first: tuple[int, float] | None = None  # (step, time in seconds) of the first row seen while it ran
+    latest: tuple[int, float] | None = None  # of the last row
+    _seen: tuple[int, ...] = ()  # sizes of the files when they were last read
+
+    def read_progress(self) -> None:
+        """Reads its progress from the ends of its files, if they have grown."""
+        paths = [os.path.join(self.folder, name) for name in ("metrics.jsonl", "evals.jsonl")]
+        sizes = tuple(os.path.getsize(path) if os.path.exists(path) else 0 for path in paths)
+        if sizes == self._seen:
+            return
+        self._seen = sizes
+        update, evaluation = map(last_row, paths)
+        if evaluation is not None and isinstance(evaluation.get("pass_rate"), float):
+            self.pass_rate = evaluation["pass_rate"]
+        if update is not None:
+            self.step = update["step"]
+            if self.state == RUNNING and isinstance(update.get("time"), float) and update["time"] > self.began:
+                self.latest = (update["step"], update["time"])
+                self.first = self.first or self.latest
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Measured since it was started; None if not known yet."""
+        if self.first is None or self.latest is None or self.latest[0] <= self.first[0]:
+            return None
+        return max(0.0, self.latest[1] - self.first[1]) / (self.latest[0] - self.first[0])
+
+
 class Board:
     """Shows the progress; use it as a context manager."""
 
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        *,
-        parallel: int,
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._tasks, self._parallel, self._clock = tasks, parallel, clock
-        self._console = console or Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
+    def __init__(self, tasks: Sequence[Task], *, parallel: int):
+        self._tasks, self._parallel = tasks, parallel
+        self._console = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
-        self._read_at = self._printed_at = clock()
+        self._read_at = self._printed_at = time.monotonic()
         for task in tasks:
             task.read_progress()
 
@@ -48,25 +89,25 @@ class Board:
             self._refresh()
             self._live.stop()
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self._console.print(line, markup=False)
 
     def started(self, task: Task) -> None:
         task.read_progress()
         if self._live is None:
-            self.say(f"{task.name}: " + (f"goes on from step {task.step}" if task.step else "starts"))
+            self.log(f"{task.name}: " + (f"goes on from step {task.step}" if task.step else "starts"))
 
     def ended(self, task: Task) -> None:
         task.read_progress()
         if task.state == FAILED:
-            self.say(f"{task.name}: failed: {task.why} ({task.log})")
+            self.log(f"{task.name}: failed: {task.why} ({task.log})")
         elif self._live is None:
             rate = "" if task.pass_rate is None else f", held-out pass rate {task.pass_rate:.3f}"
-            self.say(f"{task.name}: finished at step {task.step}{rate}")
+            self.log(f"{task.name}: finished at step {task.step}{rate}")
 
     def show(self) -> None:
         """Updates the display; call it often. It reads the files once a second."""
-        now = self._clock()
+        now = time.monotonic()
         if now - self._read_at < _READ_SECONDS:
             return
         self._read_at = now
@@ -77,7 +118,7 @@ class Board:
             self._refresh()
         elif now - self._printed_at >= EVERY_SECONDS:
             self._printed_at = now
-            self.say(self.line())
+            self.log(self.line())
 
     def line(self) -> str:
         """The progress in one line."""

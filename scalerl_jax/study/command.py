@@ -17,20 +17,20 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from absl import flags
 from rich.console import Console
 
 from scalerl_jax.cli import entry, study_flags
-from scalerl_jax.cli.entry import UserError
+from scalerl_jax.cli.entry import UserError, user_mistakes
 from scalerl_jax.config import Config
 from scalerl_jax.config_check import check
 from scalerl_jax.config_io import GivenConfig
 from scalerl_jax.run.folder import acquire_lock
-from scalerl_jax.study import launching, members, running
-from scalerl_jax.study.board import Board
+from scalerl_jax.study import members, running
+from scalerl_jax.study.board import FAILED, FINISHED, Board, Task
+from scalerl_jax.study.members import Starts, WarmStart, starts
 from scalerl_jax.study.plan_file import PlanFile, Standing, newest_step, standing
 from scalerl_jax.study.running import Running
-from scalerl_jax.study.task import FAILED, FINISHED, Task
-from scalerl_jax.study.warm_start import Starts, WarmStart, starts
 from scalerl_jax.system import files, platforms, signals
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"
@@ -141,10 +141,10 @@ class _Study:
             tasks = self.tasks()
             with Board(tasks, parallel=parallel) as board:
                 for line in self.starts.notes:
-                    board.say(line)
+                    board.log(line)
                 done = sum(task.state == FINISHED for task in tasks if task.is_run)
                 if done:
-                    board.say(f"{done} of {len(self.chosen)} runs are finished already")
+                    board.log(f"{done} of {len(self.chosen)} runs are finished already")
                 signals.be(signals.HOLD)
                 signals.expect("interrupted: what ran has been saved; the same command goes on")
                 Running(tasks, shared, environment, board, self.ended).until_all_have_ended()
@@ -154,7 +154,43 @@ class _Study:
         signals.be(signals.RAISE)
         return tasks
 
-    def tell(self) -> None:
+    def launch_files(self, target: str) -> list[str]:
+        """Writes what scalerl-launch writes for each chosen run, in WORKDIR/launch/RUN, or nothing if one of them
+        cannot be launched; returns the folders. target: of scalerl-launch. Raises UserError."""
+        for name in self.chosen:
+            if name in self.starts.made:
+                raise UserError(
+                    f"--render={target}: {name} starts from {self.starts.made[name].name}, which scalerl-sft has yet "
+                    f"to make: make it, and name it with --config.model.path"
+                )
+        workdir = os.path.abspath(self.workdir)
+        _define_launch_flags(target)
+        from launch import launch_flags, render, rendered  # after the line above: they define the flags
+
+        for flag in (launch_flags.NAME, launch_flags.OUT, launch_flags.WORKDIR):
+            if flag.present:
+                raise UserError(f"--{flag.name}: is every run's own in a study")
+        where = os.path.join(workdir, "launch")
+        made = {}
+        for name in self.chosen:
+            # On a shared file system the run's folder is in the study's; on Kubernetes it is on the cluster's volume.
+            run_folder = {
+                "slurm": os.path.join(workdir, "runs", name),
+                "kubernetes": f"/runs/{render.cluster_name(os.path.basename(workdir))}/{name}",
+            }[target]
+            folder = os.path.join(where, name)
+            with user_mistakes(before=f"--render={target}: {name}: "):
+                made[folder] = render.launch_files(
+                    self.study.runs[name], target, name=render.cluster_name(name), workdir=run_folder, folder=folder
+                )
+                rendered.check_folder(folder)
+        for folder, written in made.items():
+            with files.naming(where):
+                os.makedirs(where, exist_ok=True)
+            rendered.write_folder(folder, written)
+        return list(made)
+
+    def show_results(self) -> None:
         """Reads every run, prints the results, and writes them."""
         platforms.cpu_here()
         # Imported late, because it is large: reporting a mistake and running members for hours do not need it.
@@ -166,7 +202,7 @@ class _Study:
         found = results(self.study, self.path("runs"), x=study_flags.X.value, baseline=study_flags.BASELINE.value)
         if not found.rows:
             raise UserError(f"--workdir={self.workdir}: no run in it has an evaluation yet")
-        writing.tell(console, found)
+        writing.show(console, found)
         written = writing.write(
             self.workdir,
             self.study,
@@ -183,23 +219,28 @@ def _started(typed: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", _PROGRAMS[typed[0]], *typed[1:]]
 
 
+def _define_launch_flags(target: str) -> None:
+    """Replaces the study's flags by those of scalerl-launch, which were given together with them: both have a
+    --workdir. Raises UserError where one of them is not a flag."""
+    for name in [flag.name for flag in flags.FLAGS.get_flags_for_module(study_flags.__name__)]:
+        delattr(flags.FLAGS, name)
+    import launch.launch_flags  # noqa: F401
+
+    with user_mistakes(flags.Error):
+        left = flags.FLAGS(["scalerl-launch", f"--target={target}", *study_flags.FOR_LAUNCH])
+    if left[1:]:
+        raise UserError(f"{left[1]}: is no flag")
+
+
 def main(given: GivenConfig) -> None:
     one = _Study(given)
     if study_flags.RENDER.value:
-        for folder in launching.launch_all(
-            one.study,
-            one.starts,
-            one.chosen,
-            workdir=one.workdir,
-            target=study_flags.RENDER.value,
-            given=study_flags.FOR_LAUNCH,
-        ):
-            print(folder)
+        print(*one.launch_files(study_flags.RENDER.value), sep="\n")
         return
     tasks = [] if study_flags.RESULTS_ONLY.value else one.run()
     failed = [task for task in tasks if task.state == FAILED]
     if not failed or any(task.state == FINISHED for task in tasks if task.is_run):
-        one.tell()
+        one.show_results()
     for task in failed:
         Console(stderr=True, highlight=False, emoji=False, soft_wrap=True).print(
             f"{task.name}: {task.why}", markup=False

@@ -25,8 +25,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.config_check import ConfigError, leaves
 from scalerl_jax.run import continuing
 from scalerl_jax.run.jsonl import last_row
-from scalerl_jax.study.members import Study
-from scalerl_jax.study.warm_start import Starts
+from scalerl_jax.study.members import Starts, Study
 from scalerl_jax.system.files import read_object, write_whole
 
 FILE = "plan.json"
@@ -115,10 +114,8 @@ def newest_step(folder: str) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """Progress of one run folder."""
+    """What a study makes of one run folder."""
 
-    begun: bool
-    saved: int  # the newest checkpoint's step; 0 without one
     finished: bool
     moved: bool = False  # the study's folder was moved after the run started, so its model's path has changed
 
@@ -132,7 +129,7 @@ def standing(folder: str, config: Config, *, ended: int | None = None) -> Standi
     saved = newest_step(folder)
     evaluated = last_row(os.path.join(folder, "evals.jsonl"))
     if not os.path.isfile(path) or (saved is None and evaluated is None):
-        return Standing(False, 0, False)
+        return Standing(finished=False)
     try:
         changes = continuing.changes(read_object(path), config)
     except (ValueError, ConfigError) as error:
@@ -143,7 +140,7 @@ def standing(folder: str, config: Config, *, ended: int | None = None) -> Standi
     moved = next((_tail(str(one.before)) == _tail(str(one.now)) for one in changes if one.name == _MODEL), False)
     last = evaluated["step"] if evaluated is not None else -1
     finished = saved == last == config.max_steps or (saved is not None and saved == ended)
-    return Standing(True, saved or 0, finished, moved)
+    return Standing(finished, moved)
 
 
 def _tail(path: str) -> list[str]:

@@ -50,11 +50,11 @@ class Member:
 class Margin:
     """The spread of members that differ only in their seed, and the spread expected from noise alone."""
 
+    seeds: int
     asymptote: float | None  # the largest difference in A between two of them
     asymptote_noise: float | None  # expected from noise, on average
-    last: float  # the largest difference in the mean of the last quarter
-    last_noise: float | None
-    seeds: int
+    last_quarter: float  # the largest difference in the mean of the last quarter
+    last_quarter_noise: float | None
 
     def sentences(self) -> list[str]:
         def one(what: str, value: float | None, noise: float | None) -> str:
@@ -65,7 +65,7 @@ class Margin:
 
         return [
             one("the largest difference in A", self.asymptote, self.asymptote_noise),
-            one("the largest difference in the mean of the last quarter", self.last, self.last_noise),
+            one("the largest difference in the mean of the last quarter", self.last_quarter, self.last_quarter_noise),
         ]
 
 
@@ -185,11 +185,11 @@ def _margin(members: Sequence[Member]) -> Margin:
     last = [one.last for one in members]
     deviations = [math.sqrt(variance) for one in members for variance in one.last_variance]
     return Margin(
+        seeds=len(members),
         asymptote=max(asymptotes) - min(asymptotes) if len(curves) > 1 else None,
         asymptote_noise=_noise([width / 2 / _NORMAL_95 for width in widths]),
-        last=max(last) - min(last),
-        last_noise=_noise(deviations),
-        seeds=len(members),
+        last_quarter=max(last) - min(last),
+        last_quarter_noise=_noise(deviations),
     )
 
 

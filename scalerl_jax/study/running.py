@@ -21,9 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from scalerl_jax.cli.entry import UserError
-from scalerl_jax.study.board import Board
+from scalerl_jax.study.board import FAILED, FINISHED, RUNNING, WAITING, Board, Task
 from scalerl_jax.study.plan_file import is_held
-from scalerl_jax.study.task import FAILED, FINISHED, RUNNING, WAITING, Task
 from scalerl_jax.system import files, platforms, signals
 
 

@@ -1,6 +1,7 @@
 """The results of a study as files: study.json, evaluations.csv, study.html. Each is written whole or not at all."""
 
 import csv
+import dataclasses
 import io
 import json
 import os
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from scalerl_jax.config import Config
 from scalerl_jax.report import page
-from scalerl_jax.report.numbers import rounded
+from scalerl_jax.report.log_rows import rounded
 from scalerl_jax.report.score import curve
 from scalerl_jax.run.jsonl import column
 from scalerl_jax.scaling import readers
@@ -118,21 +119,14 @@ def _document(
 
 
 def _study_document(one: StudyResults) -> dict[str, Any]:
-    margin = one.margin
     return {
         "baseline": one.baseline,
         "members": [_member_document(member) for member in one.members],
         "not_evaluated": one.missing,
         "comparison": None if one.comparison is None else comparison_document(one.comparison),
-        "margin": None if margin is None else {
-            "seeds": margin.seeds,
-            "asymptote": margin.asymptote,
-            "asymptote_noise": margin.asymptote_noise,
-            "last_quarter": margin.last,
-            "last_quarter_noise": margin.last_noise,
-        },
+        "margin": None if one.margin is None else dataclasses.asdict(one.margin),
         "sentences": sentences(one),
-    }  # fmt: skip
+    }
 
 
 def _member_document(one: Member) -> dict[str, Any]:
@@ -203,7 +197,7 @@ HEADS = (
 )  # fmt: skip
 
 
-def tell(console: Console, found: Results) -> None:
+def show(console: Console, found: Results) -> None:
     for one in found.studies:
         console.print(_table(one, found.x))
         for line in sentences(one):

@@ -30,7 +30,7 @@ def run(main: Callable[[], object]) -> NoReturn:
         code = 0
     except SystemExit as system_exit:
         code = code_of(system_exit)
-    except BaseException as error:  # noqa: BLE001  told as Python does at the end of a program
+    except BaseException as error:  # noqa: BLE001  printed as Python does at the end of a program
         sys.excepthook(type(error), error, error.__traceback__)
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     end(code)

@@ -89,14 +89,11 @@ def _or_unavailable(app: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Collector:
-    """The collector that prometheus_client calls at each request."""
+    """The collector that prometheus_client calls at each request. It has no `describe`: the metrics may not be known
+    yet."""
 
     def __init__(self, collect: Collect):
         self._collect = collect
-
-    def describe(self) -> list[Any]:
-        """Nothing: the metrics may not be known yet."""
-        return []
 
     def collect(self) -> Iterable[Any]:
         from prometheus_client import core
@@ -106,8 +103,8 @@ class _Collector:
             "counter": core.CounterMetricFamily,
             "info": core.InfoMetricFamily,
         }
-        for name, says, kind, labels, samples in self._collect():
-            made = kinds[kind](name, says, labels=() if kind == "info" else labels)
+        for name, description, kind, labels, samples in self._collect():
+            made = kinds[kind](name, description, labels=() if kind == "info" else labels)
             for values, value in samples.items():
                 if kind == "info":
                     made.add_metric([], dict(zip(labels, values, strict=True)))

@@ -31,7 +31,7 @@ from scalerl_jax.gateway.generators import Generators, NoServer
 from scalerl_jax.gateway.server import check_installed
 from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_config
 from scalerl_jax.rollouts.servers.discovery import Discovery, read_credentials
-from scalerl_jax.run import compute_dtype
+from scalerl_jax.run import continuing
 from scalerl_jax.run.folder import acquire_lock, explain_write_errors
 from scalerl_jax.system import signals
 
@@ -59,7 +59,7 @@ def main(config: Config, arguments: list[str]) -> None:
     os.makedirs(FLAGS.workdir, exist_ok=True)
 
     # ---- 2. Serving --------------------------------------------------------------------------------------------------
-    chosen = compute_dtype.settle(config, FLAGS.workdir)
+    chosen = continuing.settle_dtypes(config, FLAGS.workdir)
     print(*chosen, sep="\n", end="\n" * bool(chosen), file=sys.stderr)
     with explain_write_errors(FLAGS.workdir), contextlib.ExitStack() as stack:
         stack.enter_context(entry.user_mistakes(NoServer, StartError, ValueError))

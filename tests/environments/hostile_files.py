@@ -1,6 +1,6 @@
 """Programs that mean harm: input and output, files, and the kernel."""
 
-from tests.environments.hostile_attempt import attempt
+from tests.environments.sandboxes import attempt
 
 # name: (program, verdicts that are right)
 FILES: dict[str, tuple[str, set[str]]] = {

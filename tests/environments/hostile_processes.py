@@ -1,6 +1,6 @@
 """Programs that mean harm: processes, signals and memory."""
 
-from tests.environments.hostile_attempt import attempt
+from tests.environments.sandboxes import attempt
 
 # name: (program, verdicts that are right)
 PROCESSES: dict[str, tuple[str, set[str]]] = {

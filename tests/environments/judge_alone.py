@@ -13,8 +13,7 @@ sys.modules[package.__name__] = package
 
 from scalerl_jax.config import SandboxConfig  # noqa: E402
 from scalerl_jax.environments.code_judge import judge  # noqa: E402
-from scalerl_jax.environments.sandbox import Limits  # noqa: E402
-from scalerl_jax.environments.sandbox_check import check  # noqa: E402
+from scalerl_jax.environments.sandbox import Limits, check  # noqa: E402
 
 verdicts = {}
 for name, (program, tests, limits) in json.load(sys.stdin).items():

@@ -35,7 +35,7 @@ class Odd:
         if completion == "crashes":
             os._exit(3)
         if completion.startswith("escapes to "):
-            # What holds the worker's pipe is in no group that a kill of it reaches.
+            # What holds the worker's socket is in no group that a kill of it reaches.
             if os.fork() == 0:
                 os.setsid()
                 file = pathlib.Path(completion.removeprefix("escapes to "))

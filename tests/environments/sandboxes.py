@@ -1,4 +1,4 @@
-"""What the tests of the sandbox share: they need bubblewrap, and look at what is left on the machine."""
+"""What the tests of the sandbox share: they need bubblewrap, try to escape, and look at what is left on the machine."""
 
 import os
 import shutil
@@ -30,3 +30,16 @@ def others() -> set[tuple[int, str]]:
     while more := {child for child, parent in parents.items() if parent in ours} - ours:
         ours |= more
     return {(process, names[process]) for process in ours - {os.getpid()}}
+
+
+def attempt(body: str) -> str:
+    """A program that tries something, and then answers as it should.
+
+    `body` sets `escaped`, or fails; what it prints itself does not count.
+    """
+    indented = "".join(f"    {line}\n" for line in body.strip("\n").split("\n"))
+    return (
+        "import os, sys\nn = int(input())\nescaped = False\n"
+        f"try:\n{indented}except (OSError, ImportError, ValueError) as error:\n    pass\n"
+        "print('ESCAPED' if escaped else n * 2)\n"
+    )

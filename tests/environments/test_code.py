@@ -14,7 +14,6 @@ from scalerl_jax.environments.base import ScorerError
 from scalerl_jax.environments.code import find_program, make
 from scalerl_jax.environments.code_judge import judge, missing_imports
 from scalerl_jax.environments.load import make_environment
-from scalerl_jax.environments.sandbox_check import check
 from scalerl_jax.environments.scorer_pool import ScorerPool
 from tests.environments.sandboxes import SMALL, needs_bubblewrap
 
@@ -182,10 +181,10 @@ class TestScores:
 
 @needs_bubblewrap
 class TestRows:
-    def read(self, tmp_path, *rows, **fields):
+    def read(self, tmp_path, *rows, layout="", **fields):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        environment = make(config_of(train=str(path), **fields))
+        environment = make(config_of(train=f"{layout}{path}", **fields))
         return list(environment.rows("train")), environment
 
     def test_of_a_file(self, tmp_path):
@@ -205,9 +204,7 @@ class TestRows:
         ],
     )  # fmt: skip
     def test_of_a_published_layout(self, tmp_path, layout, columns):
-        path = tmp_path / "rows.jsonl"
-        path.write_text(json.dumps({**columns, "starter_code": "x = 1"}))
-        (row,) = make(config_of(train=f"{layout}:{path}")).rows("train")
+        (row,), _ = self.read(tmp_path, {**columns, "starter_code": "x = 1"}, layout=f"{layout}:")
         assert row.text == "add\n\nGo on from this code:\n\n```python\nx = 1\n```"
         assert row.extra["unit_tests"] == row_of().extra["unit_tests"]
 
@@ -231,21 +228,15 @@ class TestRows:
     def test_as_many_tests_as_the_config_says(self, tmp_path):
         tests = [{"input": "x" * n, "output": str(n)} for n in (1, 3, 2)]
         limits = dataclasses.replace(SMALL, tests=2)
-        path = tmp_path / "rows.jsonl"
-        path.write_text(json.dumps({"prompt": "a", "tests": tests}))
-        config = config_of(train=str(path))
-        config.environment = dataclasses.replace(config.environment, sandbox=limits)
-        (row,) = make(config).rows("train")
+        (row,), _ = self.read(tmp_path, {"prompt": "a", "tests": tests}, sandbox=limits)
         assert [case[1] for case in row.extra["unit_tests"]["cases"]] == [["3"], ["2"]]
 
 
 @pytest.mark.parametrize("module", [code, programs])
 def test_more_memory_than_the_process_around_it_has(module):
     """It is said before anything is started, whatever this process may have itself."""
-    config = config_of()
     limits = dataclasses.replace(SMALL, memory_bytes=2**29)
-    config.environment = dataclasses.replace(config.environment, sandbox=limits, verifier_memory_bytes=2**28)
-    environment = module.make(config)
+    environment = module.make(config_of(sandbox=limits, verifier_memory_bytes=2**28))
     said = (
         rf"^config\.environment\.sandbox\.memory_bytes={2**29}: must not be above "
         rf"config\.environment\.verifier_memory_bytes, {2**28}, .*: lower the first or raise the second$"
@@ -257,7 +248,7 @@ def test_more_memory_than_the_process_around_it_has(module):
 
 def test_without_bubblewrap_the_environment_does_not_start(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    check.cache_clear()
+    sandbox.check.cache_clear()
     environment = make(config_of(train="no file"))
     for start in (environment.prepare, lambda: next(iter(environment.rows("train")))):
         with pytest.raises(ValueError, match=r"no bwrap on PATH: apt-get install bubblewrap$"):

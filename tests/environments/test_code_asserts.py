@@ -118,7 +118,7 @@ def test_what_the_prompt_gives_need_not_be_said_again():
 
 
 @pytest.mark.parametrize(
-    ("columns", "told"),
+    ("columns", "line"),
     [
         ({"test": "def check(candidate): assert candidate(1", "entry_point": "f"}, "'test' is no Python: '\\(' was"),
         ({"test": "assert f(1)", "entry_point": "f"}, "'test' defines no function check"),
@@ -130,8 +130,8 @@ def test_what_the_prompt_gives_need_not_be_said_again():
         ({"public_tests": {"input": ["1"]}}, "'public_tests' is no object with lists 'input' and 'output'"),
     ],
 )  # fmt: skip
-def test_tests_that_cannot_run_here_are_one_line(columns, told):
-    with pytest.raises(ValueError, match=told):
+def test_tests_that_cannot_run_here_are_one_line(columns, line):
+    with pytest.raises(ValueError, match=line):
         find_tests(columns, "tests")
 
 

@@ -12,12 +12,12 @@ from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Row, Score
 from scalerl_jax.environments.base import ScorerError
-from scalerl_jax.environments.complaints import Complaints
 from scalerl_jax.environments.episode import LONGEST_REPLY, Step, Trajectory, as_step
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.score_worker import LONGEST_WHY
 from scalerl_jax.environments.scorer import Scorer
+from scalerl_jax.environments.scorer_pool import Complaints
 from tests.support.episodes import Letters, pool_of, turn_of
 from tests.support.waiting import eventually
 
@@ -87,8 +87,8 @@ def config_of(path, name: str, **rollout) -> Config:
 class Untold(Complaints):
     """Logs every complaint."""
 
-    def say(self, kind: str, line: str) -> None:
-        Complaints().say(kind, line)
+    def log(self, kind: str, line: str) -> None:
+        Complaints().log(kind, line)
 
 
 class Player:
@@ -266,8 +266,8 @@ def test_an_episode_that_is_given_up_is_closed(player):
 
 def test_a_worker_that_died_is_replaced(player):
     player.say("hi")
-    player.pool._process.kill()
-    player.pool._process.wait()
+    player.pool._worker.process.kill()
+    player.pool._worker.process.wait()
     assert player.say("ho").excluded
     player.again()
     assert player.say("hi") == "hello 1: hi"
@@ -278,7 +278,7 @@ def test_all_episodes_end_with_the_pool(tmp_path):
     players = [Player(pool, tmp_path) for _ in range(20)]
     for player in players:
         player.say("hi")
-    worker = pool._process.pid
+    worker = pool._worker.process.pid
     pool.close()
     with pytest.raises(ProcessLookupError):
         os.kill(worker, 0)

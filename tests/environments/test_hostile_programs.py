@@ -14,9 +14,8 @@ import tempfile
 import pytest
 
 from scalerl_jax.environments.code_judge import judge
-from tests.environments.hostile_attempt import attempt
 from tests.environments.hostile_programs import CALL_TESTS, CALLS, PROGRAMS, TESTS
-from tests.environments.sandboxes import SMALL, needs_bubblewrap, others
+from tests.environments.sandboxes import SMALL, attempt, needs_bubblewrap, others
 from tests.support.paths import ROOT
 
 pytestmark = needs_bubblewrap

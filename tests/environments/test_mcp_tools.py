@@ -2,31 +2,27 @@
 
 import asyncio
 import contextlib
+import functools
 import gzip
 import http.server
-import json
 import os
 import subprocess
 import sys
 import threading
 
-import numpy as np
 import psutil
 import pytest
 
 from scalerl_jax.config import Config
-from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Completion as Turn
 from scalerl_jax.environments import Row, Score, mcp_process
-from scalerl_jax.environments.complaints import Complaints
 from scalerl_jax.environments.episode import Trajectory
-from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.mcp_tools import McpServer
-from scalerl_jax.environments.prompts import Prompts, Replies
-from scalerl_jax.environments.tool_calls import read_calls
+from scalerl_jax.environments.prompts import Prompts
 from scalerl_jax.environments.tools import ToolEpisode, Tools
 from tests.support.chat_folders import chat_folder
+from tests.support.episodes import call, chat_pool, chat_turn, with_calls
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="servers' processes are ended by Linux")
 
@@ -174,12 +170,8 @@ def listed(server: McpServer) -> list[str]:
     return [schema["function"]["name"] for schema in asyncio.run(server.listed())]
 
 
-def call(name: str, /, **arguments) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 def results(episode: ToolEpisode, text: str) -> list[str]:
-    return [message["content"] for message in episode.step(Turn(text, tool_calls=read_calls(text, "hermes"))).messages]
+    return [message["content"] for message in episode.step(with_calls(text)).messages]
 
 
 def playing(tools: Tools) -> contextlib.closing[ToolEpisode]:
@@ -408,16 +400,8 @@ def pool(request, files, url, tmp_path):
     environment = make_environment(config)
     (row,) = Prompts(config, tokenizer).render_all(environment.rows("train"))
 
-    def turn(text: str) -> Completion:
-        ids = np.array([*tokenizer.encode(text), tokenizer.eos_id], np.int32)
-        return Completion(1, "g", 0, ids, np.zeros(len(ids), np.float32), ((0, 0, len(ids)),), (), "stop")
-
-    pool = EpisodePool(
-        config, {"": environment}, replies=Replies(config, tokenizer), decode=tokenizer.decode_completion,
-        turn_tokens=50, complaints=Complaints(),
-    )  # fmt: skip
-    with contextlib.closing(pool):
-        yield pool, row, turn, tokenizer
+    with contextlib.closing(chat_pool(config, environment, tokenizer)) as pool:
+        yield pool, row, functools.partial(chat_turn, tokenizer), tokenizer
 
 
 @pytest.mark.slow

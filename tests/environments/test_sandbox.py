@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from scalerl_jax.config import SandboxConfig
 from scalerl_jax.environments import sandbox, sandbox_command
-from scalerl_jax.environments.sandbox import Limits, Sandbox
-from scalerl_jax.environments.sandbox_check import check
+from scalerl_jax.environments.sandbox import Limits, Sandbox, check
 from tests.environments.sandboxes import SMALL, needs_bubblewrap, others
 from tests.support.waiting import eventually
 
@@ -356,8 +355,7 @@ class TestCheck:
         libraries = [option for folder in ("/usr", "/lib", "/lib64") for option in _shown(folder)]
         program = (
             "import sys\nfrom scalerl_jax.environments import sandbox_command\n"
-            "from scalerl_jax.environments.sandbox import Limits, Sandbox\n"
-            "from scalerl_jax.environments.sandbox_check import check\n"
+            "from scalerl_jax.environments.sandbox import Limits, Sandbox, check\n"
             # One that every user may read: this one may be below /root.
             f"sandbox_command._python = lambda: ({python!r}, {tuple(libraries)!r})\n"
             "made = sandbox_command.user()\nassert made.makes and not made.runs, made\n"

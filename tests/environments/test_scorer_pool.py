@@ -159,9 +159,7 @@ def test_the_kernel_ends_a_worker_that_is_deaf_to_its_own_interruption(tmp_path,
         "w.main()"
     )
     real = subprocess.Popen
-    monkeypatch.setattr(
-        scorer_pool.subprocess, "Popen", lambda command, **rest: real([sys.executable, "-c", program], **rest)
-    )
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **rest: real([sys.executable, "-c", program], **rest))
     with Verifier(processes=1, seconds=1.0, end_of_thinking="") as verifier:
         assert verifier.judge("x", "7") is False
         assert verifier.given_up == 1 and verifier.restarts == 0
@@ -190,7 +188,7 @@ def test_what_the_machine_is_short_of_for_a_moment_is_waited_for(monkeypatch):
             raise OSError(failures[-1], os.strerror(failures.pop()))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(scorer_pool.subprocess, "Popen", popen)
+    monkeypatch.setattr(subprocess, "Popen", popen)
     with Verifier(processes=1, seconds=60.0, name="arithmetic") as verifier:
         assert verifier.submit("</think>1", "1").result(600).correct
         assert not failures
@@ -269,13 +267,10 @@ def test_closing_does_not_wait_for_what_a_worker_has_started(tmp_path):
 
 def test_a_score_is_what_the_environment_says_of_row_and_completion():
     rows = list(make_environment(odd.config()).rows("train"))
-    pool = odd_pool(verifier_seconds=60.0)
-    try:
+    with contextlib.closing(odd_pool(verifier_seconds=60.0)) as pool:
         assert pool.submit(rows[1], Completion("1")).result(600) == Score(0.25, True, {"length": 1.0})
         assert pool.submit(rows[2], Completion("ten")).result(600) == Score(0.5, False, {"length": 3.0})
         assert pool.submit(rows[2], Completion("1")).result(600) == Score(0.5, False, {"length": 1.0})  # another row
-    finally:
-        pool.close()
 
 
 @pytest.mark.parametrize(
@@ -295,11 +290,8 @@ def test_a_score_is_what_the_environment_says_of_row_and_completion():
 )
 def test_what_goes_wrong_in_a_score_costs_that_answer_only_and_is_said_once(completion, said, caplog):
     rows = (Row(f"{number}?", "1", extra={"bonus": 1.0}) for number in itertools.count())
-    pool = odd_pool(
-        verifier_seconds=1.0 if completion == "computes" else 60.0,
-        reward_seconds=1.0 if completion == "sleeps" else 60.0,
-    )
-    try:
+    verifier_seconds, reward_seconds = (1.0 if completion == slow else 60.0 for slow in ("computes", "sleeps"))
+    with contextlib.closing(odd_pool(verifier_seconds=verifier_seconds, reward_seconds=reward_seconds)) as pool:
         for _ in range(2):
             score = pool.submit(next(rows), Completion(completion)).result(600)
             assert (score.reward, score.correct) == (WRONG.reward, False)
@@ -307,34 +299,26 @@ def test_what_goes_wrong_in_a_score_costs_that_answer_only_and_is_said_once(comp
         right = Score(1.0, True, {"length": 1.0})
         assert eventually(lambda: pool.submit(next(rows), Completion("1")).result(600) == right, seconds=SECONDS)
         assert pool.restarts == 4 * (completion in ("crashes", "answers twice"))
-    finally:
-        pool.close()
     (logged,) = [record.getMessage() for record in caplog.records]
     assert said in logged and "counts as wrong" in logged and "\n" not in logged
 
 
 def test_a_failure_is_not_remembered(tmp_path):
-    pool = odd_pool()
-    try:
+    with contextlib.closing(odd_pool()) as pool:
         pool.prepare()
         row, completion = Row("?", "1", extra={"bonus": 1.0}), Completion(f"fails once, see {tmp_path / 'seen'}")
         assert "ConnectionError: no judge there" in pool.submit(row, completion).result(600).why
         assert pool.submit(row, completion).result(600) == Score(0.75, False)
         assert pool.submit(row, completion).result(600) == Score(0.75, False) and pool.scored == 2
-    finally:
-        pool.close()
 
 
 def test_what_does_not_say_that_it_is_deterministic_is_asked_each_time(tmp_path):
     (tmp_path / "dice.py").write_text(DICE)
     for name, times in (("rolls", 3), ("counts", 1), ("JudgeOfBoth", 3)):
-        pool = rewarded_pool(f"{tmp_path}/dice.py:{name}")
-        try:
+        with contextlib.closing(rewarded_pool(f"{tmp_path}/dice.py:{name}")) as pool:
             pool.prepare()
             found = {pool.submit(Row("?", "1"), Completion("1")).result(600).reward for _ in range(3)}
             assert (len(found), pool.scored) == (times, times), name
-        finally:
-            pool.close()
 
 
 DICE = """
@@ -366,15 +350,12 @@ def rewarded_pool(reward):
 
 def test_a_fork_that_returns_has_no_say():
     """Else its answer would be taken for that of the next completion, and so on for ever."""
-    pool = odd_pool()
-    try:
+    with contextlib.closing(odd_pool()) as pool:
         for number in range(3):
             row = Row(f"{number}?", "1", extra={"bonus": number / 4})
             assert pool.submit(row, Completion("forks")).result(600) == Score(number / 4, False, {"length": 5.0})
             assert pool.submit(row, Completion("1")).result(600) == Score(number / 4, True, {"length": 1.0})
         assert pool.restarts == 0
-    finally:
-        pool.close()
 
 
 EATERS = (
@@ -402,8 +383,8 @@ def test_what_eats_memory_or_time_costs_its_worker_at_most():
 @pytest.mark.slow
 def test_a_worker_that_has_grown_is_replaced_before_its_next_question():
     row = Row("?", "1", extra={"bonus": 1.0})
-    pool = odd_pool(verifier_seconds=300.0, reward_seconds=300.0)  # a busy machine takes its time to zero 2 GiB
-    try:
+    # A busy machine takes its time to zero 2 GiB.
+    with contextlib.closing(odd_pool(verifier_seconds=300.0, reward_seconds=300.0)) as pool:
         assert pool.submit(row, Completion("1")).result(600).correct
         first = pool._workers[0]._running.process.pid
         assert pool.submit(row, Completion("two")).result(600).metrics == {"length": 3.0}
@@ -413,8 +394,6 @@ def test_a_worker_that_has_grown_is_replaced_before_its_next_question():
         assert pool._workers[0]._running.process.pid != first and not pool.restarts
         with pytest.raises(ProcessLookupError):
             os.kill(first, 0)
-    finally:
-        pool.close()
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -16,13 +15,12 @@ from scalerl_jax.config import EnvironmentConfig
 from scalerl_jax.environments import Completion, Row, Score
 from scalerl_jax.environments.base import ScorerError
 from scalerl_jax.environments.load import make_environment
-from scalerl_jax.environments.sandbox import ENTRIES
-from scalerl_jax.environments.sandbox_check import check
+from scalerl_jax.environments.sandbox import ENTRIES, check
 from scalerl_jax.environments.shell_tools import Shell
-from scalerl_jax.environments.tool_calls import read_calls
 from scalerl_jax.environments.tools import ToolEpisode, Tools
 from tests.environments.sandboxes import SMALL, needs_bubblewrap, others
 from tests.environments.test_episodes import Player, config_of, pool_of
+from tests.support.episodes import call, with_calls
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
 
@@ -61,8 +59,7 @@ class Agent:
         self.episode = ToolEpisode(Row("q", extra={"n": 7}), tools, score=score, characters=settings.tool_characters)
 
     def __call__(self, name: str, /, **arguments) -> str:
-        text = call(name, **arguments)
-        step = self.episode.step(Completion(text, tool_calls=read_calls(text, "hermes")))
+        step = self.episode.step(with_calls(call(name, **arguments)))
         assert not step.done
         return step.messages[0]["content"]
 
@@ -71,10 +68,6 @@ class Agent:
 
     def answers(self) -> bool | None:
         return self.episode.step(Completion("done")).correct
-
-
-def call(name: str, /, **arguments) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 @pytest.fixture
@@ -307,7 +300,7 @@ class TestProcesses:
             assert player.say(call("shell", command="cat question.txt")) == "exit status 0\nhello"
             player.say(call("write_file", path="answer.txt", content="42"))
             assert "No such file" in other.say(call("read_file", path="answer.txt"))
-            sandboxes = inside(before) - {pool._process.pid}
+            sandboxes = inside(before) - {pool._worker.process.pid}
             assert player.say("done").correct and not other.say("done").correct
             eventually(lambda: are_gone(sandboxes), "both sandboxes are gone")
 
@@ -318,7 +311,7 @@ class TestProcesses:
             player = Player(pool, tmp_path)
             player.say(call("shell", command="echo 1 > a"))
             episode = pool._connections[player.trajectory].pid
-            sandbox = inside(before) - {pool._process.pid, episode}
+            sandbox = inside(before) - {pool._worker.process.pid, episode}
             assert len(sandbox) >= 2  # bubblewrap, and the first process in what it has made
             os.kill(episode, number)
             eventually(lambda: are_gone(sandbox), "the sandbox is gone")
@@ -332,7 +325,7 @@ class TestProcesses:
         with closing(pool_of(settings)) as pool:
             player = Player(pool, tmp_path)
             player.say(call("shell", command="echo 42 > answer.txt"))
-            sandbox = inside(before) - {pool._process.pid}
+            sandbox = inside(before) - {pool._worker.process.pid}
             assert "a step took 10 s (turn_seconds)" in player.say("done").why
             eventually(lambda: are_gone(sandbox), "the sandbox is gone")
 
@@ -340,7 +333,7 @@ class TestProcesses:
         agent_config(tmp_path)  # writes the file
         script = (
             "import pathlib, signal\nfrom tests.environments.test_episodes import Player, pool_of\n"
-            "from tests.environments.test_shell_tools import agent_config, call\n"
+            "from tests.environments.test_shell_tools import agent_config\nfrom tests.support.episodes import call\n"
             f"path = pathlib.Path({str(tmp_path)!r})\nplayer = Player(pool_of(agent_config(path)), path)\n"
             "player.say(call('shell', command='echo 1 > a'))\nprint('begun', flush=True)\nsignal.pause()"
         )

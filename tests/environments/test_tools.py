@@ -1,23 +1,20 @@
 """Tools: what a turn may call, what it reads of that, and what the prompt says of them."""
 
-import json
+import contextlib
+import functools
 
-import numpy as np
 import pytest
 
 from scalerl_jax.config import Config
-from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Completion as Turn
 from scalerl_jax.environments import Row, Score
-from scalerl_jax.environments.complaints import Complaints
 from scalerl_jax.environments.episode import Trajectory
-from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
-from scalerl_jax.environments.prompts import Prompts, Replies
+from scalerl_jax.environments.prompts import Prompts
 from scalerl_jax.environments.scorer import Scorer
-from scalerl_jax.environments.tool_calls import read_calls
 from scalerl_jax.environments.tools import ToolEpisode, Tools
 from tests.support.chat_folders import chat_folder
+from tests.support.episodes import call, chat_pool, chat_turn, with_calls
 
 pytest.importorskip("transformers")
 CLASSES = """
@@ -48,10 +45,6 @@ class Both:
     def rows(self, split): return []
     def episode(self, row): return None
 """.replace("\\'", "'")
-
-
-def call(name: str, /, **arguments) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 async def later(text: str) -> str:
@@ -115,12 +108,8 @@ def episode() -> ToolEpisode:
     return ToolEpisode(Row("q"), Tools([later, broken, leaves, table, long]), score=score, characters=20)
 
 
-def said(text: str) -> Turn:
-    return Turn(text, tool_calls=read_calls(text, "hermes"))
-
-
 def results(text: str) -> list[str]:
-    step = episode().step(said(text))
+    step = episode().step(with_calls(text))
     assert not step.done and {message["role"] for message in step.messages} == {"tool"}
     return [message["content"] for message in step.messages]
 
@@ -135,15 +124,16 @@ def test_what_goes_wrong_is_for_the_policy_to_read():
     assert results(call("long")) == ["x" * 20 + "... (cut)"]
     for text in ("<tool_call>{'name': 'later'}</tool_call>", "<tool_call>", "<tool_call>[1]</tool_call>"):
         assert results(text)[0].startswith("error: ")
-    (message,) = ToolEpisode(Row("q"), Tools([later]), score=score, characters=999).step(said(call("off"))).messages
+    patient = ToolEpisode(Row("q"), Tools([later]), score=score, characters=999)
+    (message,) = patient.step(with_calls(call("off"))).messages
     assert "there is no tool 'off' (there is: later)" in message["content"]
     assert results(call("later", txt="a"))[0].startswith("error: TypeError")
 
 
 def test_a_turn_without_a_call_is_scored():
     playing = episode()
-    playing.step(said(call("later", text="a") + call("broken")))
-    step = playing.step(said("right"))
+    playing.step(with_calls(call("later", text="a") + call("broken")))
+    step = playing.step(with_calls("right"))
     assert (step.done, step.reward, step.correct) == (True, 0.5, True)
     names = {f"tool_errors/{name}": int(name == "broken") for name in ("later", "broken", "leaves", "table", "long")}
     assert step.metrics == {"length": 5, "tool_calls": 2, "tool_errors": 1, **names}
@@ -152,15 +142,15 @@ def test_a_turn_without_a_call_is_scored():
 def test_a_toolset_is_opened_for_the_episode_that_calls_it():
     Notes.opened.clear()
     first, second = (ToolEpisode(Row("q"), Tools([later, Notes()]), score=score, characters=99) for _ in range(2))
-    first.step(said(call("later", text="a")))
+    first.step(with_calls(call("later", text="a")))
     assert not Notes.opened
-    assert first.step(said(call("note", text="a"))).messages[0]["content"] == '["q", "a"]'
-    assert second.step(said(call("note", text="b"))).messages[0]["content"] == '["q", "b"]'
-    assert first.step(said(call("note", text="c"))).messages[0]["content"] == '["q", "a", "c"]'
+    assert first.step(with_calls(call("note", text="a"))).messages[0]["content"] == '["q", "a"]'
+    assert second.step(with_calls(call("note", text="b"))).messages[0]["content"] == '["q", "b"]'
+    assert first.step(with_calls(call("note", text="c"))).messages[0]["content"] == '["q", "a", "c"]'
     first.close()
     assert [notes.notes for notes in Notes.opened] == [["closed"], ["q", "b"]]
-    assert second.step(said(call("note"))).messages[0]["content"].startswith("error: KeyError")
-    assert second.step(said("right")).metrics["tool_errors/note"] == 1
+    assert second.step(with_calls(call("note"))).messages[0]["content"].startswith("error: KeyError")
+    assert second.step(with_calls("right")).metrics["tool_errors/note"] == 1
 
 
 def config_of(path, name: str) -> Config:
@@ -186,16 +176,8 @@ def test_a_whole_episode_of_a_chat_model(tmp_path, style, form, called):
     (row,) = prompts.render_all(environment.rows("train"))
     assert row.rendered and '"name": "add"' in row.text and "Adds two numbers." in row.text
     assert [line for line in prompts.notes if line.startswith(f"calls of tools are read in the form {form}, as ")]
-    pool = EpisodePool(
-        config, {"": environment}, replies=Replies(config, tokenizer), decode=tokenizer.decode_completion,
-        turn_tokens=50, complaints=Complaints(),
-    )  # fmt: skip
-
-    def turn(text: str, finish_reason: str = "stop") -> Completion:
-        ids = np.array([*tokenizer.encode(text), tokenizer.eos_id], np.int32)
-        return Completion(1, "g", 0, ids, np.zeros(len(ids), np.float32), ((0, 0, len(ids)),), (), finish_reason)
-
-    try:
+    turn = functools.partial(chat_turn, tokenizer)
+    with contextlib.closing(chat_pool(config, environment, tokenizer)) as pool:
         trajectory = Trajectory(turn(called), "a:1")
         reply = pool.step(row, trajectory).result()
         assert "5" in tokenizer.decode(reply) and tokenizer.decode(reply).endswith(row.text[-20:])
@@ -209,8 +191,6 @@ def test_a_whole_episode_of_a_chat_model(tmp_path, style, form, called):
         trajectory.add_turn(turn("It is", "length"), "a:1")
         found = pool.step(row, trajectory).result()
         assert found.metrics["ended/turn_cut"] == 1 and found.metrics["tool_calls"] == 1
-    finally:
-        pool.close()
 
 
 def test_an_answer_is_scored_without_its_episode(tmp_path):

@@ -154,7 +154,7 @@ FAULTS = (
     ),
     Fault(
         "the checksum of a chunk is not compared",
-        "rollout_server/staging.py",
+        "rollout_server/weight_store.py",
         "if crc32(data) != chunk.crc32:",
         "if not chunk.crc32:",
         "tests/rollout_server/test_weight_store.py::test_the_bits_that_arrive_are_those_sent",

@@ -64,8 +64,8 @@ def write_completions(
     for text, result in zip(said, [*results, ""], strict=True):
         ids = one_by_one(text)
         rows.append((path, ids))
-        told = {"role": "tool", "content": result, "tool_call_id": ""}
-        path = [*path, *ids, *chat.reply([told], behind=ids[-1])]
+        reply = {"role": "tool", "content": result, "tool_call_id": ""}
+        path = [*path, *ids, *chat.reply([reply], behind=ids[-1])]
     file.write_text("".join(json.dumps({
         "prompt_token_ids": prompt, "token_ids": ids, "logprobs": [-0.5] * len(ids), "finish_reason": "stop",
     }) + "\n" for prompt, ids in rows))  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from scalerl_jax.contract import rollout_pb2 as pb
-from scalerl_jax.contract.codec import Sampling
+from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Sampling
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.contract.security import Credentials
 from scalerl_jax.gateway.chat import Chat
@@ -404,9 +404,8 @@ def test_a_session_stays_where_its_turns_are(chat: Chat, model: pathlib.Path, tm
             """The address of the server that was asked."""
             prompt, sampling = np.array([5, 6], np.int32), Sampling(answer_budget=4)
             name = f"{session}/{sum(sampled.values())}"
-            await generators.generate(
-                prompt, name=name, index=0, seed=1, sampling=sampling, seconds=60, session=session
-            )
+            request = GroupRequest(0, name, prompt, (CompletionRequest(0, 1),), sampling, session=session)
+            await generators.generate(request, seconds=60)
             for server in generators.servers:
                 status = await server.stub.Status(pb.StatusRequest())
                 before, sampled[server.address] = sampled[server.address], status.sampled_tokens

@@ -57,7 +57,7 @@ class Client:
         return cut, self.chat.message(prompt, cut, text, tools=True), stop
 
     async def ask(self, call: Call) -> tuple[Turn, ...]:
-        turns = await self.session.ask(call, renderer=self.chat, generate=self.generate, read=self.read)
+        turns = await self.session.ask(call, chat=self.chat, generate=self.generate, read=self.read)
         self.asked += [call] * (len(self.session.turns) - len(self.asked))
         return turns
 

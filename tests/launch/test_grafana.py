@@ -9,7 +9,7 @@ import promql_parser
 import pytest
 
 from launch.kubernetes import BUSY_METRIC
-from rollout_server import server_metrics
+from rollout_server import service
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.run.exporter import ROLES, STATES, STEP_GAUGES, TrainerMetrics
 from tests.support.paths import ROOT
@@ -30,7 +30,7 @@ def told() -> dict[str, set[str]]:
     counts = dict.fromkeys(["in_flight", "pending", "unscored", "groups_in_flight", "groups_ready"], 1)
     trainer.fleet = lambda: {"servers": {"a": {"state": "active"}}, "waits_for": ["a"], **counts}
     found = {}
-    for family in [*trainer.collect(), *server_metrics.families(pb.StatusReply())]:
+    for family in [*trainer.collect(), *service.families(pb.StatusReply())]:
         name, _, kind, labels, samples = family
         assert samples, f"{name}: nothing is told of it here"
         ending = {"counter": "_total", "info": "_info", "gauge": ""}[kind]

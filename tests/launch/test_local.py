@@ -149,7 +149,7 @@ def test_a_server_whose_engine_needs_longer_is_given_the_time(
 
 def test_the_config_offers_every_engine_and_each_has_its_time_to_stop() -> None:
     offered = typing.get_args(typing.get_type_hints(FleetConfig)["engine"])
-    folders = {path.parent.name for path in (ROOT / "rollout_server" / "engines").glob("*/make.py")}
+    folders = {path.parent.name for path in (ROOT / "rollout_server" / "engines").glob("*/engine.py")}
     assert set(offered) == folders == set(limits.STOP_SECONDS)
 
 

@@ -9,8 +9,9 @@ import jax
 import pytest
 
 from launch import accelerators
+from rollout_server.engines.engine import EngineOptions
 from rollout_server.engines.jax import engine
-from rollout_server.engines.jax.weights import abstract_weights
+from rollout_server.engines.jax.weights import abstract_weights, decode_precision
 from scalerl_jax.config import Config
 from scalerl_jax.config_io import load_file
 from scalerl_jax.environments.data import layouts
@@ -63,10 +64,10 @@ def test_trainer_and_generator_fit_side_by_side(size: str, monkeypatch: pytest.M
     tokens = config.rollout.max_prompt_tokens + config.rollout.answer_budget
     longest = int(re.sub(",", "", re.search(r"sequences of ([\d,]+) tokens", said)[1]))
     assert config.rollout.thinking_budget_max == 0 and tokens <= longest <= tokens + 64 <= config.learner.seq_len
-    booked = engine.of_model(
-        MODELS[size], precision, cache_dtype="bfloat16", weights=weights,
-        slots=config.fleet.slots, longest=longest, copies_are_cheap=False,
-    )  # fmt: skip
+    options = EngineOptions(
+        "", slots=config.fleet.slots, queue=0, maximum_tokens=longest, compute_dtype="bfloat16", sync_dtype="bfloat16"
+    )
+    booked = engine.of_model(options, MODELS[size], decode_precision(precision, "gpu"), weights)
     assert f"of {config.fleet.slots} sequences" in said and f"({booked.cache / GIB:.1f}, more" in said
     # Scoring stacks the weights once more.
     working = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights)) + GIB // 2

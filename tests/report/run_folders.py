@@ -1,6 +1,8 @@
 """Run folders written the way the trainer writes them, by arithmetic instead of training."""
 
+import json
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -150,3 +152,9 @@ def write_warm_start(folder: pathlib.Path) -> str:
             row = {"loss": 60 / step, "gradient_norm": 1.0, "row_use": 0.9, "examples": 9, "tokens": 99.0}
             run.metrics(step, row if step % 30 else {**row, "evaluation_loss": 75 / step})
     return str(folder)
+
+
+def embedded(text: str) -> dict:
+    """The data of a page, read as a browser finds it: up to the first end of a script."""
+    (block,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(block)

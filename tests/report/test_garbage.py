@@ -9,6 +9,15 @@ from scalerl_jax.report.command import report
 from tests.report import run_folders
 
 
+def failure(folder, out):
+    """The one line with which no page is made."""
+    with pytest.raises(UserError) as caught:
+        report([str(folder)], str(out))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert not out.exists()
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("garbage", [b"garbage", b"\xff\xfe\0", b"[1]", b"[" * 100_000])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl", "config.json", "rollouts"])
 def test_one_line_names_it(tmp_path, name, garbage):
@@ -16,24 +25,41 @@ def test_one_line_names_it(tmp_path, name, garbage):
     run_folders.write_run(folder)
     file = min((folder / "rollouts").iterdir()) if name == "rollouts" else folder / name
     file.write_bytes(garbage + b"\n" + file.read_bytes())
-    with pytest.raises(UserError) as caught:
-        report([str(folder)], str(tmp_path / "report.html"))
-    message = str(caught.value)
-    assert message.startswith(f"{file}: ") and "\n" not in message
+    message = failure(folder, tmp_path / "report.html")
+    assert message.startswith(f"{file}: ")
     assert ("row 1 " in message) == (name != "config.json")
-    assert not (tmp_path / "report.html").exists()
 
 
-def failure(folder, out):
-    with pytest.raises(UserError) as caught:
-        report([str(folder)], str(out))
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
-    return str(caught.value)
+@pytest.mark.parametrize(
+    ("name", "line", "told"),
+    [
+        ("metrics.jsonl", b"garbage", "is not JSON"),
+        ("metrics.jsonl", b"[1, 2]", "is not an object"),
+        ("metrics.jsonl", b"null", "is not an object"),
+        ("metrics.jsonl", b"{}", "has no step"),
+        ("metrics.jsonl", b'{"step": 4}', "has no 'time'"),
+        ("metrics.jsonl", b'{"step": 4, "time": 1, "reward": "\xff"}', "is not UTF-8"),
+        ("evals.jsonl", b'{"step": 4, "time": 1}', "has no 'pass_rate'"),
+        ("rollouts/step-00000005.jsonl", b"[]", "is not an object"),
+        ("rollouts/step-00000005.jsonl", b'{"step": 5}', "has no 'group'"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path, name, line, told):
+    folder = tmp_path / "run"
+    run_folders.write_run(folder, updates=8)
+    lines = (folder / name).read_bytes().split(b"\n")
+    (folder / name).write_bytes(b"\n".join([*lines[:3], line, *lines[3:]]))
+    assert failure(folder, folder / "report.html").startswith(f"{folder / name}: row 4 {told}")
 
 
 @pytest.mark.parametrize(
     ("name", "column", "value", "told"),
     [
+        ("metrics.jsonl", "time", "a", "'time' that is not a number: a"),
+        ("metrics.jsonl", "reward", "high", "'reward' that is not a number"),
+        ("metrics.jsonl", "compute", 3, "'compute' that is not an object"),
+        ("metrics.jsonl", "compute", {"a": []}, "'compute' whose 'a' is not a number"),
+        ("metrics.jsonl", "waited_for", [3], "'waited_for' that is not a list of pairs"),
         ("metrics.jsonl", "compute", None, "'compute' that is null"),
         ("metrics.jsonl", "waited_for", [["a", "b"]], "'waited_for' that is not a list of pairs"),
         ("metrics.jsonl", "waited_for", [[1, 2]], "'waited_for' that is not a list of pairs"),

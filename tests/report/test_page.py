@@ -5,23 +5,21 @@ import hashlib
 import json
 import pathlib
 import re
-import threading
 
 import numpy as np
 import pytest
-from absl import logging
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_jax.cli.entry import UserError
-from scalerl_jax.report import numbers, page, samples, time_line, writer
+from scalerl_jax.report import samples, time_line
 from scalerl_jax.report.command import report
-from scalerl_jax.report.page import as_json, render, write_report
-from scalerl_jax.report.run_data import read_run, read_settings
+from scalerl_jax.report.log_rows import groups_of, thinned
+from scalerl_jax.report.page import as_json, read_run, read_settings, render, write_report
 from tests.report import run_folders
+from tests.report.run_folders import embedded
 from tests.support.paths import ROOT
-from tests.support.processes import SECONDS, run_command
-from tests.support.waiting import eventually
+from tests.support.processes import run_command
 
 ASSETS = ROOT / "scalerl_jax" / "report" / "assets"
 
@@ -38,12 +36,6 @@ def run(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def data(run) -> dict:
     return read_run(run)
-
-
-def embedded(text: str) -> dict:
-    """The data of a page, read as a browser finds it: up to the first end of a script."""
-    (block,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    return json.loads(block)
 
 
 @pytest.mark.slow
@@ -202,37 +194,6 @@ def test_a_warm_start_shows_its_loss(tmp_path):
     assert embedded(render({"written": 0.0, "runs": [run]}))["runs"][0]["kind"] == "warm start"
 
 
-@pytest.mark.parametrize(
-    ("name", "line", "said"),
-    [
-        ("metrics.jsonl", b"garbage", "row 4 is not JSON"),
-        ("metrics.jsonl", b"[1, 2]", "row 4 is not an object"),
-        ("metrics.jsonl", b"null", "row 4 is not an object"),
-        ("metrics.jsonl", b"{}", "row 4 has no step"),
-        ("metrics.jsonl", b'{"step": 4}', "row 4 has no 'time'"),
-        ("metrics.jsonl", b'{"step": 4, "time": "a"}', "row 4 has a 'time' that is not a number: a"),
-        ("metrics.jsonl", b'{"step": 4, "time": 1, "reward": "high"}', "row 4 has a 'reward' that is not a number"),
-        ("metrics.jsonl", b'{"step": 4, "time": 1, "compute": 3}', "row 4 has a 'compute' that is not an object"),
-        ("metrics.jsonl", b'{"step": 4, "time": 1, "compute": {"a": []}}', "'compute' whose 'a' is not a number"),
-        ("metrics.jsonl", b'{"step": 4, "time": 1, "waited_for": [3]}', "'waited_for' that is not a list of pairs"),
-        ("metrics.jsonl", b'{"step": 4, "time": 1, "reward": "\xff"}', "row 4 is not UTF-8"),
-        ("evals.jsonl", b'{"step": 4, "time": 1}', "row 4 has no 'pass_rate'"),
-        ("rollouts/step-00000005.jsonl", b"[]", "row 4 is not an object"),
-        ("rollouts/step-00000005.jsonl", b'{"step": 5}', "row 4 has no 'group'"),
-        ("config.json", b"\xff", "is not JSON"),
-    ],
-)
-def test_garbage_in_a_run_is_one_line_that_names_it(tmp_path, name, line, said):
-    folder = run_folders.write_run(tmp_path / "run", updates=8)
-    path = pathlib.Path(folder, name)
-    lines = path.read_bytes().split(b"\n")
-    path.write_bytes(b"\n".join([*lines[:3], line, *lines[3:]]) if name != "config.json" else line)
-    with pytest.raises(UserError) as caught:
-        report([folder], None)
-    assert said in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
-    assert not pathlib.Path(folder, "report.html").exists()
-
-
 def test_where_things_lie_is_not_told(run, data):
     assert str(pathlib.Path(run).parent) not in json.dumps(data)
     assert ["telemetry.samples_every", "5"] in data["config"]
@@ -364,14 +325,14 @@ def test_the_page_is_there_whole_or_as_it_was(run, tmp_path):
 
 @given(st.integers(1, 5000), st.integers(1, 500))
 def test_groups_hold_every_point_once(count, most):
-    groups = numbers.groups_of(count, most)
+    groups = groups_of(count, most)
     assert len(groups) <= most
     assert [i for group in groups for i in range(group.start, group.stop)] == list(range(count))
 
 
 def test_many_points_become_their_mean_least_and_most():
     values = [None if i == 3 else float(i) for i in range(1000)]
-    drawn = numbers.thinned(values, numbers.groups_of(1000, 250))
+    drawn = thinned(values, groups_of(1000, 250))
     assert len(drawn["mean"]) == 250
     assert [drawn[name][0] for name in ("mean", "low", "high")] == [1.0, 0.0, 2.0]
     assert [drawn[name][-1] for name in ("mean", "low", "high")] == [997.5, 996.0, 999.0]
@@ -462,39 +423,3 @@ def test_the_command(tmp_path):
         result = run_command("scalerl_jax.report.command", *arguments)
         assert (result.returncode, result.stderr if code else result.stdout) == (code, said)
         assert (out / "report.html").exists() == (code == 0)
-
-
-# ---- beside a training ---------------------------------------------------------------------------------------------
-
-
-def test_the_writer_puts_requests_together_and_outlives_what_may_fail(monkeypatch, tmp_path):
-    calls: list[list[str]] = []
-    warned: list[str] = []
-    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
-
-    def write(workdirs):
-        calls.append(workdirs)
-        begun.release()
-        assert go_on.acquire(timeout=SECONDS)
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(writer, "write_report", write)
-    monkeypatch.setattr(logging, "warning", lambda form, *values: warned.append(form % values))
-    with writer.ReportWriter(str(tmp_path)) as reports:
-        reports.request()
-        assert begun.acquire(timeout=SECONDS)
-        for _ in range(5):
-            reports.request()  # while a page is being made: one more, not five
-        go_on.release()
-        assert begun.acquire(timeout=SECONDS)
-        go_on.release()
-    assert calls == [[str(tmp_path)]] * 2
-    assert warned == ["no report.html: [Errno 5] Input/output error; the training goes on"]
-
-
-def test_a_page_is_written_in_the_trainers_process(tmp_path):
-    workdir = run_folders.write_run(tmp_path / "run", updates=4)
-    with writer.ReportWriter(workdir) as reports:
-        reports.request()
-        eventually(pathlib.Path(workdir, page.FILE).exists, "the page is written", seconds=SECONDS)
-    assert embedded(pathlib.Path(workdir, page.FILE).read_text())["runs"][0]["updates"] == 4

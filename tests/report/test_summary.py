@@ -27,21 +27,10 @@ def compute(step):
     return row | {"sampled_tokens": 2000 * step, "trained_tokens": 1500 * step, "evaluation_tokens": 1234}
 
 
-def sample(step, group, *, correct, completion):
-    return {
-        "group": group,
-        "index": 0,
-        "prompt": f"[bold]{group}+1=\n",
-        "answer": str(group + 1),
-        "completion": completion,
-        "token_ids": [5],
-        "logprobs": [-0.5],
-        "versions": [(step - 1, 0, 1)],
-        "forced": [],
-        "verdict": correct,
-        "reward": 1.0 if correct else -1.0,
-        "finish_reason": "stop",
-    }
+def sample(step, group):
+    """One whose texts look like markup."""
+    said = {"completion": f"[/x]say {step}", "prompt": f"[bold]{group}+1=\n", "finish_reason": "stop"}
+    return run_folders.sample(step, group, **said)
 
 
 def make_run(path, *, updates, every, pass_rate, prompts=100, samples=4) -> str:
@@ -61,9 +50,7 @@ def make_run(path, *, updates, every, pass_rate, prompts=100, samples=4) -> str:
                 }
                 run.metrics(step, values)
             if step and run.wants_rollouts(step):
-                run.rollouts(
-                    step, [sample(step, g, correct=g % 2 == 0, completion=f"[/x]say {step}") for g in range(5)]
-                )
+                run.rollouts(step, [sample(step, group) for group in range(5)])
             if step % every == 0 or step == updates:
                 right = round(pass_rate(step) * prompts * samples)
                 passes = [right // prompts + (i < right % prompts) for i in range(prompts)]

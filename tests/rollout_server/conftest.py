@@ -5,13 +5,14 @@ the same conformance tests. With SCALERL_GENERATOR they are run against a progra
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,19 @@ def jax_engine(model_folder: pathlib.Path, **options: Any) -> Engine:
     from rollout_server.engines.jax.engine import JaxEngine
 
     return JaxEngine(EngineOptions(str(model_folder), **{**DEFAULTS, **options}))
+
+
+@contextlib.asynccontextmanager
+async def opened_jax(folder: pathlib.Path, *, lookahead: int | None = None, **options: Any) -> AsyncIterator[Any]:
+    """A JaxEngine, made on another thread, and closed at the end."""
+    from rollout_server.engines.jax.engine import JaxEngine
+
+    told = EngineOptions(str(folder), **{**DEFAULTS, **options})
+    engine = await asyncio.to_thread(JaxEngine, told, lookahead=lookahead)
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 class Maker:

@@ -84,11 +84,11 @@ def test_lines_that_were_left_out_are_counted(caplog: pytest.LogCaptureFixture) 
     clock = Clock()
     quiet = QuietLog(logging.getLogger("test"), clock=clock)
     for number in range(100):
-        quiet.say("a", logging.WARNING, "line %d", number)
-    quiet.say("b", logging.WARNING, "another kind")
+        quiet.log("a", logging.WARNING, "line %d", number)
+    quiet.log("b", logging.WARNING, "another kind")
     assert len(caplog.messages) == guard.MOST + 1
     clock.now += guard.WINDOW_SECONDS
-    quiet.say("a", logging.WARNING, "later")
+    quiet.log("a", logging.WARNING, "later")
     assert caplog.messages[-2:] == [f"{100 - guard.MOST} lines like the next one were left out", "later"]
 
 

@@ -226,9 +226,8 @@ async def is_staged(served: Served, push: Push) -> None:
     receiver = served.server.service._weights
 
     def whole() -> bool:
-        staging = receiver.store._staging
-        here = receiver._receiving is not None and staging is not None and staging.chunks == len(push.chunks)
-        return here and staging.waiting == 0
+        stagings = receiver._receiving.stagings.values() if receiver._receiving is not None else ()
+        return any(staging.chunks == len(push.chunks) and staging.complete for staging in stagings)
 
     await eventually_async(whole)
 

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollout_server import guard, service, weight_push
 from rollout_server.engines.engine import Engine
-from rollout_server.staging import Staging
+from rollout_server.weight_store import Staging
 from scalerl_jax.contract import codec, limits
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk, cut

@@ -134,7 +134,7 @@ async def test_a_certificate_that_has_expired_while_it_was_served(ours) -> None:
 
 
 async def test_no_call_of_any_service_without_the_token(caplog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_text, "TELL_SECONDS", 1e6)  # a loaded machine may take longer than a minute
+    monkeypatch.setattr(peer_text, "LOG_SECONDS", 1e6)  # a loaded machine may take longer than a minute
     async with serving(Access(token=TOKEN)) as address, grpc.aio.insecure_channel(address) as channel:
         rollout, health = RolloutStub(channel), health_pb2_grpc.HealthStub(channel)
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)

@@ -9,14 +9,14 @@ import urllib.request
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollout_server import server_metrics
+from rollout_server.service import COUNTERS, GAUGES
 from scalerl_jax.contract import rollout_pb2 as pb
 from tests.rollout_server.certificates import Authority
 from tests.rollout_server.client import SECONDS
 from tests.support import processes
 from tests.support.servers import REPLAY, CalledServer, ServerProcess
 
-FIELDS = {**server_metrics.GAUGES, **server_metrics.COUNTERS}
+FIELDS = {**GAUGES, **COUNTERS}
 
 
 def scraped(server: ServerProcess) -> dict[str, float]:
@@ -36,13 +36,13 @@ def test_the_metrics_are_the_status(tmp_path: pathlib.Path) -> None:
         list(server.stub.Generate(request, timeout=SECONDS))
         found, status = scraped(server), server.stub.Status(pb.StatusRequest(), timeout=SECONDS)
         assert status.sampled_tokens > 0
-        for field, (name, _) in FIELDS.items():
-            exact = found.get(f"scalerl_generator_{name}", found.get(f"scalerl_generator_{name}_total"))
-            assert exact is not None, name
+        for field in FIELDS:
+            exact = found.get(f"scalerl_generator_{field}", found.get(f"scalerl_generator_{field}_total"))
+            assert exact is not None, field
             if field in ("up_seconds", "busy_seconds"):
                 assert exact <= getattr(status, field)
             else:
-                assert exact == getattr(status, field), name
+                assert exact == getattr(status, field), field
         assert found["scalerl_generator_slots"] == 3 and found["scalerl_generator_step"] == status.version.step
     finally:
         server.close()

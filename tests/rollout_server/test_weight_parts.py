@@ -384,7 +384,7 @@ async def test_a_newer_version_takes_the_place_of_parts_that_wait(make_replay) -
         trainer.lost = {1}
         waiting = asyncio.create_task(trainer.push(served, 0))
         receiver = served.server.service._weights
-        await eventually_async(lambda: receiver._receiving is not None and receiver._receiving.staged)
+        await eventually_async(lambda: receiver._receiving is not None and receiver._receiving.parts_missing == 1)
         trainer.publish()
         trainer.lost = set()
         await trainer.push(served, 0)

@@ -1,5 +1,6 @@
 """The staging of a version, without gRPC: whatever the order, size and damage, the bits that arrive are those sent."""
 
+import dataclasses
 import random
 import zlib
 
@@ -23,30 +24,15 @@ def new_buffer(size: int) -> np.ndarray:
 
 
 def info(sync_dtype: str) -> EngineInfo:
-    return EngineInfo(
-        name="replay",
-        model_config="{}",
-        tokenizer_fingerprint="",
-        compute_dtype="float32",
-        head_dtype="float32",
-        head_precision="default",
-        vocabulary=64,
-        sync_dtype=sync_dtype,
-        devices=1,
-        slots=1,
-        queue_capacity=1,
-        maximum_tokens=8,
-        tensors=SHAPES,
-    )
+    return EngineInfo("replay", slots=1, queue_capacity=1, maximum_tokens=8, tensors=SHAPES, sync_dtype=sync_dtype)
 
 
 def bits(sync_dtype: str, seed: int) -> dict[str, np.ndarray]:
     """Arbitrary bits: not-a-number with a payload, -0.0 and denormals among them."""
     rng = np.random.default_rng(seed)
-    size = {"float32": 4, "bfloat16": 2}[sync_dtype]
-    dtype = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}[sync_dtype]
+    dtype = np.dtype(ml_dtypes.bfloat16 if sync_dtype == "bfloat16" else np.float32)
     return {
-        name: np.frombuffer(rng.bytes(int(np.prod(shape)) * size), dtype).reshape(shape)
+        name: np.frombuffer(rng.bytes(int(np.prod(shape)) * dtype.itemsize), dtype).reshape(shape)
         for name, shape in SHAPES.items()
     }
 
@@ -146,10 +132,7 @@ def test_a_tensor_that_is_named_twice() -> None:
 
 
 def test_no_more_chunks_than_can_be_kept_account_of() -> None:
-    big = WeightStore(
-        EngineInfo(**{**vars(info("bfloat16")), "tensors": {"embed": (2**15, 2**15)}}),
-        new_buffer,
-    )
+    big = WeightStore(dataclasses.replace(info("bfloat16"), tensors={"embed": (2**15, 2**15)}), new_buffer)
     header = pb.WeightHeader(
         target=pb.Version(incarnation=1),
         tensors=[pb.TensorInfo(name="embed", dtype="bfloat16", shape=[2**15, 2**15])],

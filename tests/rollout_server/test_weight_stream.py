@@ -156,7 +156,7 @@ async def killed(trainer: Trainer, follower: Follower, *, messages: int, base: i
         await call.write(payload.chunk(index))
     receiver = follower.served.server.service._weights
     # The header, then the chunks are there.
-    while receiver._receiving is None or receiver.store._staging.waiting > payload.chunks - (messages - 1):
+    while receiver._receiving is None or receiver._receiving.stagings[0].waiting > payload.chunks - (messages - 1):
         await asyncio.sleep(0.005)
     call.cancel()
     while receiver._receiving is not None:

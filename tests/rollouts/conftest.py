@@ -49,7 +49,7 @@ def start(pool, tmp_path_factory):
 @pytest.fixture
 def told_once(monkeypatch):
     """What is said now and then is said once: on a loaded machine a test may take longer than the time between."""
-    monkeypatch.setattr(peer_text, "TELL_SECONDS", 1e6)
+    monkeypatch.setattr(peer_text, "LOG_SECONDS", 1e6)
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from scalerl_jax.environments.complaints import Complaints
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
+from scalerl_jax.environments.scorer_pool import Complaints
 from scalerl_jax.rollouts.requests import Requests
 from tests.rollouts.small_trainer import VOCABULARY, ByteTokenizer, Trainer, config, row
 from tests.support.replay.scripts import Scripted

@@ -36,6 +36,19 @@ def make(path, clock, devices=4, wall=5000.0, shape=SHAPE):
     return Ledger(str(path), trainer_devices=devices, shape=shape, clock=clock, wall=lambda: wall)
 
 
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def ledger(tmp_path, clock):
+    """Of a run whose training begins now."""
+    ledger = make(tmp_path / "l", clock)
+    ledger.begin()
+    return ledger
+
+
 def hours(row, *names):
     return [pytest.approx(3600 * row[f"{name}_hours"]) for name in names]
 
@@ -69,16 +82,16 @@ def test_generators_are_booked_by_process(tmp_path):
     clock = Clock()
     ledger = make(tmp_path / "l", clock)
     clock.now += 50
-    ledger.observe("a", counters(up=40, busy=1, sampled=8), evaluating=False)  # its probe
-    ledger.observe("old", counters(up=9e5, busy=8e5, sampled=10**9), evaluating=False)  # another run's work is not ours
+    ledger.observe("a", counters(up=40, busy=1, sampled=8))  # its probe
+    ledger.observe("old", counters(up=9e5, busy=8e5, sampled=10**9))  # another run's work is not ours
     ledger.begin()
     clock.now += 10
-    ledger.observe("a", counters(up=50, busy=8, sampled=108), evaluating=False)
-    ledger.observe("old", counters(up=9e5 + 10, busy=8e5 + 4, sampled=10**9 + 5), evaluating=False)
+    ledger.observe("a", counters(up=50, busy=8, sampled=108))
+    ledger.observe("old", counters(up=9e5 + 10, busy=8e5 + 4, sampled=10**9 + 5))
     clock.now += 6
     ledger.observe("a", counters(up=56, busy=12, sampled=208), evaluating=True)
     clock.now += 3
-    ledger.observe("a2", counters(up=2, busy=1, sampled=11), evaluating=False)  # a again, after a crash
+    ledger.observe("a2", counters(up=2, busy=1, sampled=11))  # a again, after a crash
     row = ledger.snapshot()
     assert hours(row, "generator_setup", "generator_busy", "generator_idle", "generator_evaluation") == [
         80,
@@ -104,15 +117,12 @@ def test_teachers_are_a_class_of_their_own(tmp_path):
     assert make(tmp_path / "l", clock).snapshot()["teacher_hours"] == row["teacher_hours"]
 
 
-def test_compute_stays_booked_over_a_kill(tmp_path):
-    clock = Clock()
-    ledger = make(tmp_path / "l", clock)
-    ledger.begin()
+def test_compute_stays_booked_over_a_kill(tmp_path, clock, ledger):
     clock.now += 60
-    ledger.observe("a", counters(up=60, busy=50, sampled=500), evaluating=False)  # saves: the last one is a minute old
+    ledger.observe("a", counters(up=60, busy=50, sampled=500))  # saves: the last one is a minute old
     before = ledger.snapshot()
     clock.now += 0.5
-    ledger.observe("a", counters(up=60.5, busy=50.5, sampled=505), evaluating=False)  # not saved any more; then killed
+    ledger.observe("a", counters(up=60.5, busy=50.5, sampled=505))  # not saved any more; then killed
 
     clock = Clock(now=3.0)  # another boot, another clock
     ledger = make(tmp_path / "l", clock, wall=5000.0 + 1010)
@@ -121,7 +131,7 @@ def test_compute_stays_booked_over_a_kill(tmp_path):
     ledger.begin()
     clock.now += 1
     # It decoded for 5 s after the last look, then stood alone for 1000 s, of which this trainer saw 8.
-    ledger.observe("a", counters(up=1065, busy=55, sampled=550), evaluating=False)
+    ledger.observe("a", counters(up=1065, busy=55, sampled=550))
     row = ledger.snapshot()
     assert hours(row, "generator_busy", "generator_idle", "trainer_idle") == [2 * 55, 2 * (10 + 3), 60 * 4 + 4]
     assert row["sampled_tokens"] == 550
@@ -134,7 +144,7 @@ def test_the_file_is_at_most_a_second_old_and_always_whole(tmp_path):
     written = []
     for _ in range(100):
         clock.now += 0.1
-        ledger.observe("a", counters(up=1, busy=1), evaluating=False)
+        ledger.observe("a", counters(up=1, busy=1))
         if (tmp_path / "l").exists():
             written.append((tmp_path / "l").stat().st_mtime_ns)
             make(tmp_path / "l", clock)
@@ -226,7 +236,7 @@ def test_the_context_of_llama_4_s_local_layers_is_their_chunk_s(tmp_path):
         assert shape.context(length) == seen(0, length)
     ledger = make(tmp_path / "l", Clock(), shape=shape)
     ledger.begin()
-    ledger.observe("a", counters(up=1, busy=1, sampled=30, prefill=7), evaluating=False)
+    ledger.observe("a", counters(up=1, busy=1, sampled=30, prefill=7))
     ledger.finished(prompt_tokens=7, completion_tokens=[11, 19])
     ledger.trained([18, 26])
     row = ledger.snapshot()
@@ -235,13 +245,10 @@ def test_the_context_of_llama_4_s_local_layers_is_their_chunk_s(tmp_path):
     assert row["trainer_flops"] == pytest.approx(3 * shape.forward_flops(tokens=44, context=seen(0, 18) + seen(0, 26)))
 
 
-def test_generators_flops_use_the_context_of_what_came_home(tmp_path):
-    clock = Clock()
-    ledger = make(tmp_path / "l", clock)
-    ledger.begin()
+def test_generators_flops_use_the_context_of_what_came_home(clock, ledger):
     clock.now += 10
     # One group: the prompt once, then two completions, one of them with 2 forced tokens.
-    ledger.observe("a", counters(up=10, busy=9, sampled=28, forced=2, prefill=7), evaluating=False)
+    ledger.observe("a", counters(up=10, busy=9, sampled=28, forced=2, prefill=7))
     ledger.finished(prompt_tokens=7, completion_tokens=[11, 19])
     ledger.trained([18, 26])
     row = ledger.snapshot()
@@ -256,10 +263,8 @@ def test_generators_flops_use_the_context_of_what_came_home(tmp_path):
     assert (row["trained_tokens"], row["evaluation_flops"], row["setup_flops"]) == (44, 0, 0)
 
 
-def test_an_estimate_that_shrinks_lowers_no_column(tmp_path):
-    ledger = make(tmp_path / "l", Clock())
-    ledger.begin()
-    ledger.observe("a", counters(up=0, busy=0, sampled=1000, prefill=100), evaluating=False)
+def test_an_estimate_that_shrinks_lowers_no_column(tmp_path, ledger):
+    ledger.observe("a", counters(up=0, busy=0, sampled=1000, prefill=100))
     ledger.finished(prompt_tokens=50, completion_tokens=[400])  # a long one came home first
     rows = [ledger.snapshot()]
     ledger.finished(prompt_tokens=2, completion_tokens=[5] * 50)
@@ -267,7 +272,7 @@ def test_an_estimate_that_shrinks_lowers_no_column(tmp_path):
     rows.append(make(tmp_path / "l", Clock()).snapshot())  # nor does a restart
     for name in ("generator_flops", "model_flops"):
         assert rows[0][name] == rows[1][name] == rows[2][name] > 0, name
-    ledger.observe("a", counters(up=0, busy=0, sampled=9000, prefill=100), evaluating=False)
+    ledger.observe("a", counters(up=0, busy=0, sampled=9000, prefill=100))
     assert ledger.snapshot()["generator_flops"] > rows[0]["generator_flops"]
 
 
@@ -277,7 +282,7 @@ def test_two_threads_book_at_once(tmp_path):
 
     def fleet(name):
         for n in range(1, 101):
-            ledger.observe(name, counters(up=n * 1e-6, busy=0, sampled=n), evaluating=False)
+            ledger.observe(name, counters(up=n * 1e-6, busy=0, sampled=n))
 
     threads = [threading.Thread(target=fleet, args=(f"s{n}",)) for n in range(4)]
     for thread in threads:
@@ -303,7 +308,7 @@ def spend(folder):
         clock.now += 40
     ledger.trained([18, 26])
     ledger.finished(prompt_tokens=7, completion_tokens=[11, 19])
-    ledger.observe("a", counters(up=40, busy=30, sampled=280, forced=20, prefill=70), evaluating=False)
+    ledger.observe("a", counters(up=40, busy=30, sampled=280, forced=20, prefill=70))
     evaluation = {"step": 0, "pass_rate": 0.5, **ledger.snapshot()}
     clock.now += 5
     ledger.observe("a", counters(up=45, busy=34, sampled=320, forced=20, prefill=77), evaluating=True)
@@ -352,7 +357,7 @@ def test_a_broken_ledger_is_made_again_from_the_rows(tmp_path, caplog, broken):
     # And it goes on from there: FLOPs of new tokens are added to those recovered.
     ledger.begin()
     clock.now += 3
-    ledger.observe("b", counters(up=1, busy=1, sampled=10), evaluating=False)
+    ledger.observe("b", counters(up=1, busy=1, sampled=10))
     after = ledger.snapshot()
     assert after["generator_flops"] == pytest.approx(
         before["generator_flops"] + SHAPE.forward_flops(tokens=10, context=0)
@@ -407,68 +412,57 @@ def test_the_rows_of_an_older_trainer_are_read(tmp_path):
     assert make(path, Clock()).snapshot() == pytest.approx(before)
 
 
-def test_what_is_not_known_to_be_true_is_not_booked(tmp_path):
-    clock = Clock()
-    ledger = make(tmp_path / "l", clock)
-    ledger.begin()
+def test_what_is_not_known_to_be_true_is_not_booked(clock, ledger):
     clock.now += 10
-    ledger.observe("a", counters(up=10, busy=8, sampled=100), evaluating=False)
+    ledger.observe("a", counters(up=10, busy=8, sampled=100))
     before = ledger.snapshot()
-    ledger.observe("a", counters(up=9e5, busy=8e5, sampled=10**9), evaluating=False, from_here=True)
+    ledger.observe("a", counters(up=9e5, busy=8e5, sampled=10**9), from_here=True)
     assert ledger.snapshot() == before
     clock.now += 1
-    ledger.observe("a", counters(up=9e5 + 1, busy=8e5 + 1, sampled=10**9 + 50), evaluating=False)
+    ledger.observe("a", counters(up=9e5 + 1, busy=8e5 + 1, sampled=10**9 + 50))
     assert ledger.snapshot()["sampled_tokens"] == before["sampled_tokens"] + 50
 
 
-def test_no_process_is_booked_for_more_time_than_it_was_up(tmp_path):
-    clock = Clock()
-    ledger = make(tmp_path / "l", clock)
-    ledger.begin()
+def test_no_process_is_booked_for_more_time_than_it_was_up(clock, ledger):
 
     def booked():
         row = ledger.snapshot()  # device-seconds, of two devices
         return row["generator_busy_hours"] * 3600, row["generator_idle_hours"] * 3600
 
     clock.now += 1
-    ledger.observe("a", counters(up=0.5, busy=120), evaluating=False)
+    ledger.observe("a", counters(up=0.5, busy=120))
     assert booked() == pytest.approx((1, 0))
     clock.now += 1
-    ledger.observe("a", counters(up=1.5, busy=240), evaluating=False)
+    ledger.observe("a", counters(up=1.5, busy=240))
     assert booked() == pytest.approx((3, 0))
     # An honest one whose step of 10 s has ended: what was idle stays so, and the rest of it is busy from here on.
     clock.now += 20
-    ledger.observe("b", counters(up=9, busy=0), evaluating=False)
+    ledger.observe("b", counters(up=9, busy=0))
     clock.now += 2
-    ledger.observe("b", counters(up=11, busy=10), evaluating=False)
+    ledger.observe("b", counters(up=11, busy=10))
     clock.now += 20
-    ledger.observe("b", counters(up=31, busy=10), evaluating=False)
+    ledger.observe("b", counters(up=31, busy=10))
     assert booked() == pytest.approx((3 + 2 * 10, 2 * 21))
 
 
-def test_a_server_claims_more_than_the_time_between_two_trainers(tmp_path):
-    clock = Clock()
-    ledger = make(tmp_path / "l", clock)
-    ledger.begin()
+def test_a_server_claims_more_than_the_time_between_two_trainers(tmp_path, clock, ledger):
     clock.now += 10
     for server in ("honest", "liar"):
-        ledger.observe(server, counters(up=10, busy=8, sampled=100), evaluating=False)
+        ledger.observe(server, counters(up=10, busy=8, sampled=100))
     ledger.save()
     ledger = make(tmp_path / "l", Clock(), wall=6000.0)
     ledger.begin()
-    ledger.observe("honest", counters(up=1010, busy=408, sampled=500), evaluating=False)
-    ledger.observe("liar", counters(up=5010, busy=5008, sampled=50_000), evaluating=False)
+    ledger.observe("honest", counters(up=1010, busy=408, sampled=500))
+    ledger.observe("liar", counters(up=5010, busy=5008, sampled=50_000))
     row = ledger.snapshot()
     assert row["sampled_tokens"] == 2 * 100 + 400
     assert row["generator_busy_hours"] * 3600 == pytest.approx(2 * (2 * 8 + 400))
 
 
-def test_nothing_that_is_not_finite_is_written(tmp_path):
-    ledger = make(tmp_path / "l", Clock())
-    ledger.begin()
+def test_nothing_that_is_not_finite_is_written(tmp_path, ledger):
     ledger.save()
     before = (tmp_path / "l").read_text()
-    ledger.observe("a", counters(up=1, busy=float("nan"), sampled=1), evaluating=False)
+    ledger.observe("a", counters(up=1, busy=float("nan"), sampled=1))
     with pytest.raises(ValueError, match="not JSON compliant"):
         ledger.save()
     assert (tmp_path / "l").read_text() == before

@@ -19,7 +19,7 @@ class Stalling:
             self.ledger.begin()
 
     def tick(self):
-        self.ledger.observe("a", counters(up=self.up, busy=self.busy), evaluating=False)
+        self.ledger.observe("a", counters(up=self.up, busy=self.busy))
         self.ledger.serving(self.serving)
 
     def stand_still(self, seconds, busy=0.0):
@@ -145,10 +145,10 @@ def test_a_server_that_started_after_a_stall_was_not_stalled(tmp_path):
     run = Stalling(tmp_path / "l")
     storage(run)
     run.passes(20)
-    run.ledger.observe("b", counters(up=15, busy=3), evaluating=False)  # met 20 s after the stall
+    run.ledger.observe("b", counters(up=15, busy=3))  # met 20 s after the stall
     with run.ledger.trainer("stalled"):
         run.passes(4)
-        run.ledger.observe("c", counters(up=9, busy=3), evaluating=False)  # 5 s before it began
+        run.ledger.observe("c", counters(up=9, busy=3))  # 5 s before it began
     row = run.booked()
     assert row["generator_stalled_hours"] == pytest.approx(2 * (30 + 4 + 4))
     assert row["generator_idle_hours"] == pytest.approx(2 * (20 + 12 + 2))

@@ -115,7 +115,7 @@ def test_a_forecast_is_taken_once_and_comes_from_the_latest_evaluations(monkeypa
         return forecast_of_end(rows, updates=updates)
 
     monkeypatch.setattr(live_forecast, "forecast_of_end", held)
-    with LiveForecast(updates=UPDATES, say=said.append) as forecast:
+    with LiveForecast(updates=UPDATES, log=said.append) as forecast:
         forecast.evaluated(run_rows(LEAST_POINTS))  # one of them is at compute 0
         assert not forecast.collect()
         forecast.evaluated(run_rows(14))
@@ -134,7 +134,7 @@ def test_a_forecast_is_taken_once_and_comes_from_the_latest_evaluations(monkeypa
 def test_a_fit_that_cannot_be_made_is_said_once_and_training_goes_on():
     said = []
     rows = run_rows(10)[1:]  # R0 was never measured
-    with LiveForecast(updates=UPDATES, say=said.append) as forecast:
+    with LiveForecast(updates=UPDATES, log=said.append) as forecast:
 
         def is_over():
             assert not forecast.collect()
@@ -151,7 +151,7 @@ def test_a_fit_that_cannot_be_made_is_said_once_and_training_goes_on():
 def test_rows_without_the_column_are_said_once():
     said = []
     rows = [{name: value for name, value in row.items() if name != "device_hours"} for row in run_rows(10)]
-    with LiveForecast(updates=UPDATES, say=said.append) as forecast:
+    with LiveForecast(updates=UPDATES, log=said.append) as forecast:
         forecast.evaluated(rows)
         eventually(lambda: not (forecast.collect() or forecast._asked), "the fit has failed", seconds=SECONDS)
     assert said == ["no forecast: evals.jsonl: the row of step 0 has no 'device_hours'"]
@@ -178,7 +178,7 @@ def test_the_trainer_never_waits(monkeypatch):
         return {**foretold, "step": rows[-1]["step"]}, said
 
     monkeypatch.setattr(live_forecast, "forecast_of_end", slow)
-    with LiveForecast(updates=UPDATES, say=print) as forecast:
+    with LiveForecast(updates=UPDATES, log=print) as forecast:
         for count in range(10, 20):
             forecast.evaluated(run_rows(count, prompts=2))
             assert not forecast.collect()

@@ -9,9 +9,19 @@ from hypothesis import strategies as st
 
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Row, Score
+from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from scalerl_jax.run import pass_rates
-from scalerl_jax.run.pass_rates import by_part, interval, majority_at, numbers, of_groups, pass_at, subset_sizes
+from scalerl_jax.run.pass_rates import (
+    by_part,
+    evaluation_row,
+    interval,
+    majority_at,
+    numbers,
+    of_groups,
+    pass_at,
+    subset_sizes,
+)
 
 
 @given(st.integers(1, 9), st.data())
@@ -26,14 +36,16 @@ def test_pass_at_k_of_many_completions_keeps_its_digits():
     assert pass_at(0, 1000, 500) == 0.0 and pass_at(501, 1000, 500) == 1.0
 
 
+def winner(answers, right):
+    """The probability that the answer with the most votes is right."""
+    named = [answer for answer in answers if answer is not None]
+    best = [a for a in set(named) if named.count(a) == max(map(named.count, named))]
+    return np.mean([a in right for a in best]) if best else 0.0
+
+
 def exact_majority(answers, correct, k):
     right = {answer for answer, is_right in zip(answers, correct) if is_right}
-    out = []
-    for subset in itertools.combinations(answers, k):
-        named = [answer for answer in subset if answer is not None]
-        best = [a for a in set(named) if named.count(a) == max(map(named.count, named))]
-        out.append(np.mean([a in right for a in best]) if best else 0.0)
-    return np.mean(out)
+    return np.mean([winner(subset, right) for subset in itertools.combinations(answers, k)])
 
 
 @given(st.lists(st.sampled_from(["1", "2", "3", None]), min_size=1, max_size=8), st.data())
@@ -45,12 +57,6 @@ def test_majority_at_k_is_what_all_subsets_give(answers, data):
     sure = 1e-12 if k in (1, len(answers)) else 5 * 0.5 / np.sqrt(pass_rates.SUBSETS)
     assert majority_at(answers, correct, k) == pytest.approx(exact_majority(answers, correct, k), abs=sure)
     assert majority_at(answers, correct, k) == majority_at(answers, correct, k)
-
-
-def winner(answers, right):
-    named = [answer for answer in answers if answer is not None]
-    best = [a for a in set(named) if named.count(a) == max(map(named.count, named))]
-    return np.mean([a in right for a in best]) if best else 0.0
 
 
 @pytest.mark.parametrize(("n", "k"), [(9, 2), (16, 8), (33, 32)])
@@ -119,3 +125,23 @@ def test_parts_without_a_name_overwrite_none():
 
 def test_without_answers_there_is_no_vote():
     assert numbers(of_groups([group(0, [Score(1.0, True), Score(-1.0, False)])]))["majority_at"] == {}
+
+
+def test_the_parts_of_a_mixture():
+    def of_part(task, environment, *scores):
+        return group(0, scores, task=task, environment=environment)
+
+    groups = [
+        of_part("hard", "of hard", WRONG, RIGHT),
+        of_part("", "", RIGHT, RIGHT),
+        of_part("hard", "of hard", WRONG, WRONG),
+    ]
+    row = evaluation_row(of_groups(groups))
+    assert row["tasks"] == {
+        "hard": {"prompts": 2, "pass_rate": pytest.approx(0.25)},
+        "(none)": {"prompts": 1, "pass_rate": pytest.approx(1.0)},
+    }
+    assert row["passes"] == [1, 2, 0] and row["pass_rate"] == pytest.approx(0.5)
+    assert {name: part["passes"] for name, part in row["environments"].items()} == {"of hard": [1, 0], "(none)": [2]}
+    row = evaluation_row(of_groups(groups[::2]))
+    assert row["tasks"] == row["environments"] == {}

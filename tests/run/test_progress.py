@@ -19,14 +19,14 @@ class Clock:
 
 def test_plain_lines_every_few_seconds():
     clock, stream = Clock(), io.StringIO()
-    with ProgressLine("train", updates=60, step=2, stream=stream, clock=clock, every_seconds=5) as line:
+    with ProgressLine("train", updates=60, step=2, stream=stream, clock=clock) as line:
         for tick in range(100):
             clock.now = tick * 0.2
             line.update(step=2 + tick // 25, waiting=f"waiting {tick * 0.2:.1f} s for 10.0.0.1:50051")
         line.update(
             step=6, pass_rate=0.5, reward=-0.125, staleness=1.25, trained_per_second=5234.0, sampled_per_second=2.5e6
         )
-        line.say("step 6: pass rate 0.612")
+        line.log("step 6: pass rate 0.612")
     lines = stream.getvalue().splitlines()
     assert lines == [
         "train 2/60  waiting 0.0 s for 10.0.0.1:50051",
@@ -43,7 +43,7 @@ def test_long_lines_and_brackets_stay_as_they_are():
     with ProgressLine("train", updates=9, stream=stream) as line:
         text = "waiting for [red]dns:///a[0] :ok: " + "x" * 300
         line.update(waiting=text)
-        line.say(text)
+        line.log(text)
     assert stream.getvalue() == f"train 0/9  {text}\n{text}\n"
 
 
@@ -58,7 +58,7 @@ SHOWS = """
 from scalerl_jax.run.progress import ProgressLine
 with ProgressLine("train", updates=9) as line:
     line.update(step=4, pass_rate=.25, waiting="waiting 1 s for [b]server")
-    line.say("a line that stays")
+    line.log("a line that stays")
 """
 
 

@@ -8,8 +8,7 @@ from scalerl_jax.cli.entry import UserError
 from scalerl_jax.config_check import ConfigError, leaves
 from scalerl_jax.config_io import GivenConfig, as_flags, load_file, load_module, read_argv
 from scalerl_jax.study import members
-from scalerl_jax.study.members import Study
-from scalerl_jax.study.warm_start import starts
+from scalerl_jax.study.members import Study, starts
 from tests.study.studies import QUICKSTART, TINY, write_studies
 from tests.support.paths import ROOT
 

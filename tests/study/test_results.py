@@ -39,8 +39,8 @@ def test_members_are_fitted_and_compared(tmp_path: pathlib.Path) -> None:
     assert sentence.startswith("plain ends higher than slow: A ")
     assert two.margin is None and seeds.margin is not None
     assert seeds.missing == ("seed_7",) and seeds.margin.seeds == 2
-    assert seeds.margin.last < 0.03 and seeds.margin.last_noise is not None
-    assert seeds.margin.last_noise == pytest.approx(0.005, abs=0.003)
+    assert seeds.margin.last_quarter < 0.03 and seeds.margin.last_quarter_noise is not None
+    assert seeds.margin.last_quarter_noise == pytest.approx(0.005, abs=0.003)
 
 
 def test_seeds_of_a_member_are_one_curve(tmp_path: pathlib.Path) -> None:

@@ -1,14 +1,20 @@
-"""Episodes in a pool, without a tokenizer: a token is a letter."""
+"""Episodes in a pool: without a tokenizer, where a token is a letter, or of a chat model; turns that call tools."""
+
+import json
 
 import numpy as np
 
 from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import Completion
-from scalerl_jax.environments import Row, Score
-from scalerl_jax.environments.complaints import Complaints
+from scalerl_jax.environments import Completion as Turn
+from scalerl_jax.environments import Environment, Row, Score
 from scalerl_jax.environments.episode import Trajectory
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
+from scalerl_jax.environments.prompts import Replies
+from scalerl_jax.environments.scorer_pool import Complaints
+from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.environments.tool_calls import read_calls
 
 
 class Letters:
@@ -48,3 +54,25 @@ def play(pool: EpisodePool, row: Row, *turns: str) -> tuple[list[str], Score]:
         trajectory.add_reply(found)
         replies.append("".join(map(chr, found)))
     raise AssertionError(f"not over: {replies}")
+
+
+def chat_pool(config: Config, environment: Environment, tokenizer: Tokenizer) -> EpisodePool:
+    return EpisodePool(
+        config, {"": environment}, replies=Replies(config, tokenizer), decode=tokenizer.decode_completion,
+        turn_tokens=50, complaints=Complaints(),
+    )  # fmt: skip
+
+
+def chat_turn(tokenizer: Tokenizer, text: str, finish: str = "stop") -> Completion:
+    ids = np.array([*tokenizer.encode(text), tokenizer.eos_id], np.int32)
+    return Completion(1, "g", 0, ids, np.zeros(len(ids), np.float32), ((0, 0, len(ids)),), (), finish)
+
+
+def call(name: str, /, **arguments: object) -> str:
+    """As a policy writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def with_calls(text: str) -> Turn:
+    """The turn of a policy that writes this."""
+    return Turn(text, tool_calls=read_calls(text, "hermes"))

@@ -19,7 +19,8 @@ from scalerl_jax.model.decoder_config import read_config
 from tests.support.runs import Run, config_of
 
 # Decoding takes longer than an update, so that groups are in flight whenever the trainer dies.
-REPLAY = ("--engine=replay", "--replay_token_seconds=0.004")
+PACED = "--replay_token_seconds=0.004"
+REPLAY = ("--engine=replay", PACED)
 # A replay server's log-probs are nobody's: the probe must let them pass.
 UNPROBED = ("--config.parity.mean_limit=100", "--config.parity.p99_limit=100")
 
@@ -32,6 +33,11 @@ def groups(run: Run) -> list[list[int]]:
 def saved(run: Run) -> list[str]:
     """The names in the folder of checkpoints: a step that is whole, or longer ones of steps being written."""
     return os.listdir(run.path("checkpoints")) if os.path.isdir(run.path("checkpoints")) else []
+
+
+def saved_steps(run: Run) -> list[int]:
+    """The steps of the checkpoints that are whole, in order."""
+    return sorted(int(name) for name in saved(run) if name.isdigit())
 
 
 def damage(run: Run, step: int) -> None:

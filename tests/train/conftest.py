@@ -1,8 +1,12 @@
+import contextlib
+
 import pytest
 
 from scalerl_jax.environments.tokenizer import Tokenizer
 from tests.support.runs import CONFIG, Run, config_of
+from tests.support.servers import serve
 from tests.support.tiny_task import write_model, write_rollouts, write_task
+from tests.train.comparing import UNPROBED
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +32,21 @@ def rollouts(tmp_path_factory, model) -> str:
     """Completions for replay servers, as a JSONL file."""
     path = str(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl")
     return write_rollouts(path, Tokenizer(model), config_of([]))
+
+
+@pytest.fixture
+def replayed(tmp_path, model, rollouts):
+    """Starts replay servers with these flags more, until the test ends; returns what a run on them has on its command
+    line."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(*more: str, count: int = 1) -> list[str]:
+            (tmp_path / "servers").mkdir()
+            given = ("--engine=replay", f"--model={model}", f"--replay_file={rollouts}", *more)
+            addresses = stack.enter_context(serve(tmp_path / "servers", count, *given))
+            return [*UNPROBED, f"--servers={','.join(addresses)}"]
+
+        yield begin
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from tests.support.runs import Run, read
+from tests.train.comparing import saved_steps
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ def test_it_stops_and_goes_back_where_it_is_asked_to(tmp_path, start, begun):
     line = run.output().splitlines()[-1]
     assert line.startswith(f"stopped at step {stopped['step']}: the policy has collapsed since update ")
     # A policy that the first absurd update has broken may pass by luck: the evaluation after it is then as good.
-    there = [int(name) for name in os.listdir(run.path("checkpoints")) if name.isdigit()]
+    there = saved_steps(run)
     good = max(step for step in there if step <= stopped["last_good"])
     assert good >= STEPS and max(there) < stopped["step"]  # it is kept, and nothing was saved of the collapse
     assert f"is that of step {good}; --from_step={good} goes back to it" in line

@@ -11,12 +11,12 @@ import pytest
 
 from tests.support.processes import run_command, single_threaded
 from tests.support.runs import CONFIG, Run, read
-from tests.support.servers import serve
-from tests.train.comparing import REPLAY, UNPROBED, compare, saved
+from tests.train.comparing import PACED, compare, saved
 
 pytestmark = pytest.mark.slow
 
 UPDATES = 8
+SLOWLY = "--replay_token_seconds=0.03"  # so that the disk is full seconds before the run could end
 
 
 @pytest.fixture
@@ -73,92 +73,77 @@ def fill(folder: pathlib.Path, spare: int) -> None:
 # A checkpoint of this policy is about 0.5 MiB in 60 files: room for none of the next, or for a row or two.
 @pytest.mark.parametrize("spare", [0, 300_000], ids=["no room at all", "room for rows, not for a checkpoint"])
 def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on_when_there_is_room(
-    tmp_path, flags, model, rollouts, start, small_disk, spare
+    tmp_path, flags, replayed, start, small_disk, spare
 ):
-    flags = [*flags, *UNPROBED, f"--config.max_steps={UPDATES}", "--config.checkpoint.every=2"]
+    flags = [*flags, *replayed(SLOWLY), f"--config.max_steps={UPDATES}", "--config.checkpoint.every=2"]
     flags += ["--config.telemetry.tensorboard=true"]
-    # So slowly that the disk is full seconds before the run could end.
-    slowly = ("--engine=replay", "--replay_token_seconds=0.03")
-    replay = (*slowly, f"--model={model}", f"--replay_file={rollouts}")
-    os.mkdir(tmp_path / "servers")
-    with serve(tmp_path / "servers", 1, *replay) as addresses:
-        flags.append(f"--servers={addresses[0]}")
-        whole = start(tmp_path / "whole", *flags).finish()
-        disk = small_disk("size=40m")
-        run = start(disk / "run", *flags, log=tmp_path / "run.log")
-        run.until(lambda: "2" in saved(run), "a checkpoint is written")
-        fill(disk, spare)
-        line = failed(run)
-        found = re.fullmatch(
-            rf"--workdir={disk}/run: no space left on device \(.*\); "
-            r"the run goes on from step (\d+) with the same command when there is room",
-            line,
-        )
-        assert found and found[1] in saved(run), line
-        check_whole(run)
-
-        # Still full: the same again, at once.
-        os.remove(f"{tmp_path}/run.log")
-        fill(disk, 0)
-        assert "no space left on device" in failed(run.start())
-        os.remove(f"{tmp_path}/run.log")
-        os.remove(disk / "filling")
-        run.start().finish()
-        assert f"going on from step {found[1]} of {UPDATES}" in run.output()
-        compare(whole, run, flags)
-
-
-def test_a_workdir_that_is_read_only_or_deleted(tmp_path, flags, model, rollouts, start, small_disk):
-    flags = [*flags, *UNPROBED, "--config.max_steps=500", "--config.checkpoint.every=2"]
-    replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}")
+    whole = start(tmp_path / "whole", *flags).finish()
     disk = small_disk("size=40m")
-    with serve(tmp_path, 1, *replay) as addresses:
-        flags.append(f"--servers={addresses[0]}")
-        small_disk("ro")
-        assert failed(start(disk / "run", *flags, log=tmp_path / "read-only.log")) == (
-            f"--workdir={disk}/run: read-only file system"
-        )
-        small_disk("rw")
-        run = start(disk / "run", *flags, log=tmp_path / "run.log")
-        run.until(lambda: "2" in saved(run), "a checkpoint is written")
-        shutil.rmtree(disk / "run", ignore_errors=True)  # files may come while it goes
-        shutil.rmtree(disk / "run", ignore_errors=True)
-        line = failed(run)
+    run = start(disk / "run", *flags, log=tmp_path / "run.log")
+    run.until(lambda: "2" in saved(run), "a checkpoint is written")
+    fill(disk, spare)
+    line = failed(run)
+    found = re.fullmatch(
+        rf"--workdir={disk}/run: no space left on device \(.*\); "
+        r"the run goes on from step (\d+) with the same command when there is room",
+        line,
+    )
+    assert found and found[1] in saved(run), line
+    check_whole(run)
+
+    # Still full: the same again, at once.
+    os.remove(f"{tmp_path}/run.log")
+    fill(disk, 0)
+    assert "no space left on device" in failed(run.start())
+    os.remove(f"{tmp_path}/run.log")
+    os.remove(disk / "filling")
+    run.start().finish()
+    assert f"going on from step {found[1]} of {UPDATES}" in run.output()
+    compare(whole, run, flags)
+
+
+def test_a_workdir_that_is_read_only_or_deleted(tmp_path, flags, replayed, start, small_disk):
+    flags = [*flags, *replayed(PACED), "--config.max_steps=500", "--config.checkpoint.every=2"]
+    disk = small_disk("size=40m")
+    small_disk("ro")
+    assert failed(start(disk / "run", *flags, log=tmp_path / "read-only.log")) == (
+        f"--workdir={disk}/run: read-only file system"
+    )
+    small_disk("rw")
+    run = start(disk / "run", *flags, log=tmp_path / "run.log")
+    run.until(lambda: "2" in saved(run), "a checkpoint is written")
+    shutil.rmtree(disk / "run", ignore_errors=True)  # files may come while it goes
+    shutil.rmtree(disk / "run", ignore_errors=True)
+    line = failed(run)
     assert line.startswith(f"--workdir={disk}/run: ") and re.search("deleted|no such file", line), line
 
 
 @pytest.mark.parametrize("how", ["read-only", "a file"])
-def test_a_folder_of_checkpoints_that_cannot_be_written_to_any_more(
-    tmp_path, flags, model, rollouts, start, small_disk, how
-):
+def test_a_folder_of_checkpoints_that_cannot_be_written_to_any_more(tmp_path, flags, replayed, start, small_disk, how):
     """Orbax then has threads that never end: the run does all the same, and goes on when that is fixed."""
-    flags = [*flags, *UNPROBED, f"--config.max_steps={UPDATES}", "--config.checkpoint.every=2"]
-    slowly = ("--engine=replay", "--replay_token_seconds=0.03")
-    replay = (*slowly, f"--model={model}", f"--replay_file={rollouts}")
+    flags = [*flags, *replayed(SLOWLY), f"--config.max_steps={UPDATES}", "--config.checkpoint.every=2"]
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.parent.mkdir()
     checkpoints.symlink_to(small_disk("size=40m"))
-    with serve(tmp_path, 1, *replay) as addresses:
-        flags.append(f"--servers={addresses[0]}")
-        run = start(tmp_path / "run", *flags, log=tmp_path / "run.log")
-        run.until(lambda: "2" in saved(run), "a checkpoint is written")
-        if how == "read-only":
-            small_disk("ro")
-        else:
-            checkpoints.unlink()
-            checkpoints.write_text("")
-        line = failed(run)
-        assert line.startswith(f"--workdir={tmp_path}/run: ") and line.endswith("when that is fixed"), line
-        check_whole(run)
+    run = start(tmp_path / "run", *flags, log=tmp_path / "run.log")
+    run.until(lambda: "2" in saved(run), "a checkpoint is written")
+    if how == "read-only":
+        small_disk("ro")
+    else:
+        checkpoints.unlink()
+        checkpoints.write_text("")
+    line = failed(run)
+    assert line.startswith(f"--workdir={tmp_path}/run: ") and line.endswith("when that is fixed"), line
+    check_whole(run)
 
-        os.remove(f"{tmp_path}/run.log")
-        if how == "read-only":
-            small_disk("rw")
-        else:
-            checkpoints.unlink()
-            checkpoints.symlink_to(tmp_path / "disk")
-        run.start().finish()
-        assert "going on from step" in run.output()
+    os.remove(f"{tmp_path}/run.log")
+    if how == "read-only":
+        small_disk("rw")
+    else:
+        checkpoints.unlink()
+        checkpoints.symlink_to(tmp_path / "disk")
+    run.start().finish()
+    assert "going on from step" in run.output()
 
 
 def test_a_warm_start_on_a_full_disk(tmp_path, small_disk):

@@ -1,6 +1,5 @@
 """A run that is told to stop saves what it has trained, and goes on from there as if it had never been stopped."""
 
-import os
 import random
 import re
 import signal
@@ -9,8 +8,7 @@ import time
 import pytest
 
 from tests.support.runs import Run, read
-from tests.support.servers import serve
-from tests.train.comparing import UNPROBED, compare, saved
+from tests.train.comparing import compare, saved
 
 pytestmark = pytest.mark.slow
 
@@ -51,28 +49,25 @@ def reached(run: Run, step: int) -> bool:
         pytest.param(1, id="evaluations beside training"),
     ],
 )
-def test_runs_told_to_stop_end_where_a_run_never_stopped_does(tmp_path, flags, model, rollouts, start, beside):
-    flags = [*flags, *UNPROBED, f"--config.max_steps={UPDATES}", f"--config.evaluation.servers={beside}"]
+def test_runs_told_to_stop_end_where_a_run_never_stopped_does(tmp_path, flags, replayed, start, beside):
+    # So slowly that a run which has come so far has seconds to go.
+    flags = [*flags, *replayed("--replay_token_seconds=0.02", count=2)]
+    flags += [f"--config.max_steps={UPDATES}", f"--config.evaluation.servers={beside}"]
     flags += ["--config.checkpoint.every=1000"]  # what is saved is saved for a signal
     flags += ["--config.objective.reference_kl=0.05"]  # to the policy of step 0, wherever it goes on
-    # So slowly that a run which has come so far has seconds to go.
-    replay = ("--engine=replay", "--replay_token_seconds=0.02", f"--model={model}", f"--replay_file={rollouts}")
     rng = random.Random(beside)
-    os.mkdir(tmp_path / "servers")
-    with serve(tmp_path / "servers", 2, *replay) as addresses:
-        flags.append(f"--servers={','.join(addresses)}")
-        whole = start(tmp_path / "whole", *flags).finish()
-        stopped = start(tmp_path / "stopped", *flags)
-        stops = 0
-        # Before the first update or within an early one, while a version is evaluated, ..., and at the last evaluation.
-        for step in (rng.randint(1, 3) if beside else 0, 8, rng.randint(9, 11), UPDATES):
-            stopped.until_ended_or(lambda step=step: reached(stopped, step))
-            time.sleep(rng.choice([0, 0.05, 0.2]))
-            if stopped.process.poll() is not None or not stop(stopped):
-                break
-            stops += 1
-            stopped.start()
-        stopped.finish()
+    whole = start(tmp_path / "whole", *flags).finish()
+    stopped = start(tmp_path / "stopped", *flags)
+    stops = 0
+    # Before the first update or within an early one, while a version is evaluated, ..., and at the last evaluation.
+    for step in (rng.randint(1, 3) if beside else 0, 8, rng.randint(9, 11), UPDATES):
+        stopped.until_ended_or(lambda step=step: reached(stopped, step))
+        time.sleep(rng.choice([0, 0.05, 0.2]))
+        if stopped.process.poll() is not None or not stop(stopped):
+            break
+        stops += 1
+        stopped.start()
+    stopped.finish()
     assert stops >= 2
     compare(whole, stopped, flags)
     assert len({row["incarnation"] for row in stopped.metrics}) > 1

@@ -19,17 +19,13 @@ from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.run.jsonl import read_rows
 from tests.support.runs import Run, config_of
 from tests.support.servers import serve
+from tests.train.comparing import saved_steps
 
 
 def held(address: str) -> pb.Version:
     """The version a server decodes with."""
     with grpc.insecure_channel(address) as channel:
         return RolloutStub(channel).Status(pb.StatusRequest(), timeout=600).version
-
-
-def saved_steps(run: Run) -> list[int]:
-    folder = run.path("checkpoints")
-    return sorted(int(name) for name in os.listdir(folder) if name.isdigit()) if os.path.isdir(folder) else []
 
 
 @pytest.mark.slow

@@ -163,14 +163,12 @@ def test_a_workdir_of_another_config(tmp_path, flags, refused):
 
 
 @pytest.mark.slow
-def test_a_corrupt_checkpoint_is_passed_over(tmp_path, flags, model, rollouts, start):
+def test_a_corrupt_checkpoint_is_passed_over(tmp_path, flags, replayed, start):
     """One flipped bit in the newest: the run goes on from the one before, and says so."""
-    flags = [*flags, "--config.checkpoint.every=2", "--config.parity.mean_limit=100", "--config.parity.p99_limit=100"]
-    with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--replay_file={rollouts}") as addresses:
-        flags.append(f"--servers={addresses[0]}")
-        run = start(tmp_path / "run", *flags, "--config.max_steps=4").finish()
-        damage(run, 4)
-        again = start(run.workdir, *flags, "--config.max_steps=6").finish()
+    flags = [*flags, *replayed(), "--config.checkpoint.every=2"]
+    run = start(tmp_path / "run", *flags, "--config.max_steps=4").finish()
+    damage(run, 4)
+    again = start(run.workdir, *flags, "--config.max_steps=6").finish()
     said = again.output()
     assert "checkpoint 4 cannot be read" in said and "going on from checkpoint 2, the one before" in said
     assert "going on from step 2 of 6" in said
@@ -180,64 +178,45 @@ def test_a_corrupt_checkpoint_is_passed_over(tmp_path, flags, model, rollouts, s
 
 
 @pytest.mark.slow
-def test_every_prompt_is_retired(tmp_path, flags, model, rollouts, start):
+def test_every_prompt_is_retired(tmp_path, flags, replayed, start):
     """The task is solved before the run is over: it ends whole, and the same command says the same once more."""
-    flags = [
-        *flags,
-        "--config.curriculum.no_positive_resampling_at=0",
-        "--config.parity.mean_limit=100",
-        "--config.parity.p99_limit=100",
-    ]
-    with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--replay_file={rollouts}") as addresses:
-        for _ in range(2):
-            run = start(tmp_path / "run", *flags, f"--servers={addresses[0]}")
-            assert run.wait() == 0, run.output()
-            assert "the run ends after step 7 of 12: every prompt is retired: all 14 have" in run.output()
-            # The 14 prompts are all seen in batches 0 to 3; a draw for batch 7 is the first that knows it (k = 3).
-            assert [row["step"] for row in run.metrics] == [*range(1, 8)]
-            assert [row["step"] for row in run.rows("evals.jsonl")] == [0, 4, 7]
-            assert newest_step(run.path("checkpoints")) == 7
+    flags = [*flags, *replayed(), "--config.curriculum.no_positive_resampling_at=0"]
+    for _ in range(2):
+        run = start(tmp_path / "run", *flags)
+        assert run.wait() == 0, run.output()
+        assert "the run ends after step 7 of 12: every prompt is retired: all 14 have" in run.output()
+        # The 14 prompts are all seen in batches 0 to 3; a draw for batch 7 is the first that knows it (k = 3).
+        assert [row["step"] for row in run.metrics] == [*range(1, 8)]
+        assert [row["step"] for row in run.rows("evals.jsonl")] == [0, 4, 7]
+        assert newest_step(run.path("checkpoints")) == 7
 
 
 @pytest.mark.slow
-def test_the_data_have_changed_since_the_checkpoint(tmp_path, flags, model, rollouts, start):
+def test_the_data_have_changed_since_the_checkpoint(tmp_path, flags, replayed, start):
     """The history of each prompt is by its place in the data: with others it would be taken for theirs."""
     train = next(flag for flag in flags if flag.startswith("--config.environment.train=")).partition("=")[2]
     copy = tmp_path / "train.jsonl"
     copy.write_text(pathlib.Path(train).read_text())
-    flags = [*flags, f"--config.environment.train={copy}", "--config.parity.mean_limit=100"]
-    flags += ["--config.parity.p99_limit=100", "--config.max_steps=3"]
-    with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--replay_file={rollouts}") as addresses:
-        flags.append(f"--servers={addresses[0]}")
-        run = start(tmp_path / "run", *flags).finish()
-        copy.write_text(copy.read_text().replace('"a0="', '"z0="'))
-        again = start(run.workdir, *flags, "--config.max_steps=4")
-        assert again.wait() == 2
-    assert (
-        again.output()
-        .splitlines()[-1]
-        .startswith(f"error: config.environment.train={copy} or config.environment.validation=")
-    )
+    flags = [*flags, *replayed(), f"--config.environment.train={copy}", "--config.max_steps=3"]
+    run = start(tmp_path / "run", *flags).finish()
+    copy.write_text(copy.read_text().replace('"a0="', '"z0="'))
+    again = start(run.workdir, *flags, "--config.max_steps=4")
+    assert again.wait() == 2
+    *_, last = again.output().splitlines()
+    assert last.startswith(f"error: config.environment.train={copy} or config.environment.validation=")
     assert [row["step"] for row in run.metrics] == [1, 2, 3]
 
 
 @pytest.mark.slow
-def test_every_prompt_is_retired_and_all_come_back(tmp_path, flags, model, rollouts, start):
-    flags = [
-        *flags,
-        "--config.curriculum.no_positive_resampling_at=0",
-        "--config.curriculum.when_empty=restart",
-        "--config.parity.mean_limit=100",
-        "--config.parity.p99_limit=100",
-    ]
-    with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--replay_file={rollouts}") as addresses:
-        run = start(tmp_path / "run", *flags, f"--servers={addresses[0]}").finish()
+def test_every_prompt_is_retired_and_all_come_back(tmp_path, flags, replayed, start):
+    flags = [*flags, *replayed(), "--config.curriculum.no_positive_resampling_at=0"]
+    run = start(tmp_path / "run", *flags, "--config.curriculum.when_empty=restart").finish()
     retired = [row["prompts_retired"] for row in run.metrics]
     assert retired[6] == 14 and retired[7] < 14 and len(retired) == 12
 
 
 @pytest.mark.slow
-def test_no_verifier_can_be_started(tmp_path, flags, model, rollouts, start):
+def test_no_verifier_can_be_started(tmp_path, flags, replayed, start):
     """It is first started in the middle of the run, by a thread that nobody looks at."""
     hindered = tmp_path / "hindered"
     hindered.mkdir()
@@ -250,15 +229,11 @@ def test_no_verifier_can_be_started(tmp_path, flags, model, rollouts, start):
         "    real(self, command, *arguments, **options)\n"
         "subprocess.Popen.__init__ = init\n"
     )
-    flags = [*flags, "--config.parity.mean_limit=100", "--config.parity.p99_limit=100"]
-    with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--replay_file={rollouts}") as addresses:
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setenv("PYTHONPATH", os.pathsep.join([str(hindered), os.environ.get("PYTHONPATH", "")]))
-            run = start(tmp_path / "run", *flags, f"--servers={addresses[0]}")
-        assert run.wait() == 2, run.output()
-    assert (
-        run.output()
-        .splitlines()[-1]
-        .startswith("error: the verifier's worker cannot be started ([Errno 13] Permission denied): ")
-    )
+    flags = [*flags, *replayed()]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", os.pathsep.join([str(hindered), os.environ.get("PYTHONPATH", "")]))
+        run = start(tmp_path / "run", *flags)
+    assert run.wait() == 2, run.output()
+    *_, last = run.output().splitlines()
+    assert last.startswith("error: the verifier's worker cannot be started ([Errno 13] Permission denied): ")
     assert "Traceback" not in run.output()

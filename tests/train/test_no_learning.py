@@ -6,21 +6,16 @@ import re
 import numpy as np
 import pytest
 
-from tests.support.servers import serve
 from tests.support.tiny_task import prompts
-
-# A replay server's log-probs are nobody's: the probe must let them pass.
-UNPROBED = ("--config.parity.mean_limit=100", "--config.parity.p99_limit=100")
 
 
 @pytest.mark.slow
-def test_a_run_without_a_right_answer_says_what_is_wrong(tmp_path, flags, model, rollouts, start):
+def test_a_run_without_a_right_answer_says_what_is_wrong(tmp_path, flags, replayed, start):
     for name, rows in zip(("train", "validation"), prompts()):
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps({**row, "answer": "777"}) + "\n" for row in rows))
         flags = [*flags, f"--config.environment.{name}={path}"]
-    with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--replay_file={rollouts}") as addresses:
-        run = start(tmp_path / "run", *flags, *UNPROBED, "--config.max_steps=12", f"--servers={addresses[0]}").finish()
+    run = start(tmp_path / "run", *flags, *replayed(), "--config.max_steps=12").finish()
     assert all(row["prompts_surviving"] == 0 and row["no_end_of_thinking"] == 0 for row in run.metrics)
     console = " ".join(run.output().split())
     assert console.count("nothing is learned, all completions are wrong: 5 updates without a gradient (1 to 5;") == 1

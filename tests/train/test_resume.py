@@ -16,9 +16,8 @@ import pytest
 
 from tests.rollout_server.certificates import Authority
 from tests.support.runs import config_of, read
-from tests.support.servers import serve
 from tests.support.waiting import eventually
-from tests.train.comparing import REPLAY, UNPROBED, check_cut, check_rows, compare, saved
+from tests.train.comparing import PACED, check_cut, check_rows, compare, saved
 
 # Whoever begins to make a checkpoint whole says so, and never does.
 HOLDS = """
@@ -42,54 +41,48 @@ def totals(ledger) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_killed_runs_end_where_a_run_never_stopped_does(tmp_path, flags, model, rollouts, start):
-    flags = [
-        *flags,
-        *UNPROBED,
-        "--config.max_steps=24",
-    ]  # half of them after the last kill: the run must not end before
-    config = config_of(flags)
-    replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}")
-    os.mkdir(tmp_path / "servers")
-    with serve(tmp_path / "servers", 2, *replay) as addresses:
-        whole = start(tmp_path / "whole", *flags, f"--servers={addresses[0]}").finish()
-        # The same command says again what came of it, and needs no server for that.
-        ended = {name: read(whole.path(name)) for name in ("metrics.jsonl", "evals.jsonl", "ledger.json")}
-        again = start(tmp_path / "whole", *flags, "--servers=127.0.0.1:1").finish()
-        assert again.output().count("pass rate after") == 2
-        assert {name: read(whole.path(name)) for name in ended} == ended
+def test_killed_runs_end_where_a_run_never_stopped_does(tmp_path, flags, replayed, start):
+    # Half of the steps are after the last kill: the run must not end before.
+    flags = [*flags, "--config.max_steps=24", *replayed(PACED, count=2)]
+    config, one_server = config_of(flags), flags[-1].partition(",")[0]
+    whole = start(tmp_path / "whole", *flags, one_server).finish()
+    # The same command says again what came of it, and needs no server for that.
+    ended = {name: read(whole.path(name)) for name in ("metrics.jsonl", "evals.jsonl", "ledger.json")}
+    again = start(tmp_path / "whole", *flags, "--servers=127.0.0.1:1").finish()
+    assert again.output().count("pass rate after") == 2
+    assert {name: read(whole.path(name)) for name in ended} == ended
 
-        rng = random.Random(0)
-        stopped = start(tmp_path / "stopped", *flags, f"--servers={','.join(addresses)}")
-        booked: list[dict[str, float]] = []
+    rng = random.Random(0)
+    stopped = start(tmp_path / "stopped", *flags)
+    booked: list[dict[str, float]] = []
 
-        def again(**options) -> None:
-            nonlocal stopped
-            stopped.kill()
-            booked.append(totals(stopped.ledger()))
-            stopped = start(tmp_path / "stopped", *flags, f"--servers={','.join(addresses)}", **options)
-
-        hold = tmp_path / "hold"
-        hold.mkdir()
-        (hold / "sitecustomize.py").write_text(HOLDS.format(file=str(hold / "begun")))
-        path = os.pathsep.join([str(hold), os.environ.get("PYTHONPATH", "")])
-
-        # Somewhere in the first updates, ...
-        step = rng.randint(1, 5)
-        stopped.until(lambda: len(stopped.metrics) >= step, f"{step} updates")
-        time.sleep(rng.uniform(0, 0.2))
-        again(variables={"PYTHONPATH": path})
-        # ... while a checkpoint is being written, ...
-        stopped.until((hold / "begun").exists, "a save begins")
-        assert any("tmp" in name for name in saved(stopped))
-        again()
-        # ... and later.
-        step = rng.randint(8, 11)
-        stopped.until(lambda: len(stopped.metrics) >= step, f"{step} updates")
-        time.sleep(rng.uniform(0, 0.2))
-        again()
-        stopped.finish()
+    def again(**options) -> None:
+        nonlocal stopped
+        stopped.kill()
         booked.append(totals(stopped.ledger()))
+        stopped = start(tmp_path / "stopped", *flags, **options)
+
+    hold = tmp_path / "hold"
+    hold.mkdir()
+    (hold / "sitecustomize.py").write_text(HOLDS.format(file=str(hold / "begun")))
+    path = os.pathsep.join([str(hold), os.environ.get("PYTHONPATH", "")])
+
+    # Somewhere in the first updates, ...
+    step = rng.randint(1, 5)
+    stopped.until(lambda: len(stopped.metrics) >= step, f"{step} updates")
+    time.sleep(rng.uniform(0, 0.2))
+    again(variables={"PYTHONPATH": path})
+    # ... while a checkpoint is being written, ...
+    stopped.until((hold / "begun").exists, "a save begins")
+    assert any("tmp" in name for name in saved(stopped))
+    again()
+    # ... and later.
+    step = rng.randint(8, 11)
+    stopped.until(lambda: len(stopped.metrics) >= step, f"{step} updates")
+    time.sleep(rng.uniform(0, 0.2))
+    again()
+    stopped.finish()
+    booked.append(totals(stopped.ledger()))
 
     compare(whole, stopped, flags)
     check_cut(stopped, config)
@@ -107,14 +100,13 @@ def test_killed_runs_end_where_a_run_never_stopped_does(tmp_path, flags, model, 
     assert booked[-1]["trainer/tokens"] > lost
 
 
-def test_ctrl_c(tmp_path, flags, model, rollouts, start):
+def test_ctrl_c(tmp_path, flags, replayed, start):
     """One line, what was saved is whole, and no process stays."""
-    flags = [*flags, *UNPROBED, "--config.max_steps=500", "--config.checkpoint.every=2"]
-    with serve(tmp_path, 1, *REPLAY, f"--model={model}", f"--replay_file={rollouts}") as addresses:
-        run = start(tmp_path / "run", *flags, f"--servers={addresses[0]}")
-        run.until(lambda: len(run.metrics) >= 3, "3 updates")
-        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does it
-        assert run.wait() == 130, run.output()
+    flags = [*flags, *replayed(PACED), "--config.max_steps=500", "--config.checkpoint.every=2"]
+    run = start(tmp_path / "run", *flags)
+    run.until(lambda: len(run.metrics) >= 3, "3 updates")
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does it
+    assert run.wait() == 130, run.output()
     assert "Traceback" not in run.output()
     step = run.metrics[-1]["step"]
     assert run.output().splitlines()[-1] == f"interrupted: saved at step {step}; the same command goes on from there"
@@ -132,25 +124,18 @@ def test_ctrl_c(tmp_path, flags, model, rollouts, start):
 
 
 @pytest.mark.slow
-def test_phased_run(tmp_path, flags, model, rollouts, start):
+def test_phased_run(tmp_path, flags, replayed, start):
     """k = 2: two batches from one frozen version, then two updates. The servers are found in a file, behind TLS."""
-    flags = [
-        *flags,
-        *UNPROBED,
-        "--config.pacing.kind=phased",
-        "--config.pacing.max_off_policy_steps=2",
-        "--config.max_steps=5",
-    ]
+    flags = [*flags, "--config.pacing.kind=phased", "--config.pacing.max_off_policy_steps=2", "--config.max_steps=5"]
     authority, token, found = Authority(tmp_path, "authority"), "a-token-that-nobody-guesses", tmp_path / "found"
     (tmp_path / "token").write_text(token)
     (server, server_key), (client, client_key) = authority.sign("server"), authority.sign("client")
     tls = [f"--tls_certificate={server}", f"--tls_key={server_key}", f"--tls_client_authority={authority.certificate}"]
     flags += [f"--config.fleet.tls_authority={authority.certificate}", f"--config.fleet.token_file={tmp_path}/token"]
     flags += [f"--config.fleet.tls_certificate={client}", f"--config.fleet.tls_key={client_key}"]
-    replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}", f"--token_file={tmp_path}/token", *tls)
-    with serve(tmp_path, 1, *replay) as addresses:
-        found.write_text(f"{addresses[0]}\n")
-        run = start(tmp_path / "run", *flags, f"--servers=file:{found}").finish()
+    *unprobed, servers = replayed(PACED, f"--token_file={tmp_path}/token", *tls)
+    found.write_text(servers.removeprefix("--servers=") + "\n")
+    run = start(tmp_path / "run", *flags, *unprobed, f"--servers=file:{found}").finish()
     written = [path for path in pathlib.Path(run.workdir).rglob("*") if path.is_file()]
     assert "config.json" in {path.name for path in written}
     assert not any(token.encode() in path.read_bytes() for path in [*written, pathlib.Path(f"{run.workdir}.log")])

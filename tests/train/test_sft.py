@@ -11,6 +11,7 @@ from scalerl_jax import sft
 from scalerl_jax.cli.entry import UserError
 from scalerl_jax.config import Config
 from scalerl_jax.config_check import ConfigError
+from scalerl_jax.config_io import load_file
 from scalerl_jax.environments import arithmetic
 from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
 from scalerl_jax.learner.digests import fingerprint
@@ -19,8 +20,7 @@ from scalerl_jax.model import forward, load_hf, logits
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.lora import Lora, read_adapter
 from scalerl_jax.traces import built_in, example, files
-from tests.support.processes import run_command
-from tests.train.killed_warm_start import kill_at_a_checkpoint
+from tests.train.warm_starts import killed_and_finished, rows_of, weights
 
 CONFIG_FILE = """
 from scalerl_jax.config import Config
@@ -48,9 +48,7 @@ def config_file(tmp_path_factory):
 
 @pytest.fixture
 def config(config_file):
-    names = {}
-    exec(config_file.read_text(), names)
-    return names["get_config"]()
+    return load_file(str(config_file))
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +63,9 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def finished(config_file, tmp_path_factory):
     """A workdir in which the warm start ran through."""
-    names = {}
-    exec(config_file.read_text(), names)
     workdir = tmp_path_factory.mktemp("finished")
-    sft.main(names["get_config"](), str(workdir))
+    sft.main(load_file(str(config_file)), str(workdir))
     return workdir
-
-
-def weights(folder):
-    return (folder / "model" / "model.safetensors").read_bytes()
 
 
 def write_rows(path, rows):
@@ -148,7 +140,7 @@ def test_file_traces_come_epoch_after_epoch_and_resume_at_any_update(config, tok
 
 @pytest.mark.slow
 def test_the_loss_falls_and_the_folder_is_one_that_transformers_loads(finished):
-    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(finished)
     assert [row["step"] for row in rows] == list(range(2, 61, 2))
     assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]
 
@@ -193,8 +185,7 @@ def test_a_finished_warm_start_goes_on_where_more_updates_are_allowed(finished, 
     sft.main(config, str(work), allow=[" sft.max_steps"])
     assert "from update 57" in capfd.readouterr().err  # the newest checkpoint
     assert weights(work) != weights(finished)
-    steps = [json.loads(line)["step"] for line in (work / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(2, 67, 2))
+    assert [row["step"] for row in rows_of(work)] == list(range(2, 67, 2))
     assert json.loads((work / "config.json").read_text())["sft"]["max_steps"] == 66
     assert sorted(path.name for path in work.glob("model*")) == ["model"]
     sft.main(config, str(work))
@@ -237,13 +228,9 @@ def test_a_slip_in_allow_is_told_at_the_first_start(config, tmp_path):
 
 @pytest.mark.slow
 def test_killed_and_started_again_it_ends_with_the_same_weights(finished, config_file, tmp_path):
-    kill_at_a_checkpoint(tmp_path, f"--config={config_file}")
-    done = run_command("scalerl_jax.sft", f"--config={config_file}", f"--workdir={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    assert "from update 0" not in done.stderr
+    killed_and_finished(tmp_path, config_file)
     assert weights(tmp_path) == weights(finished)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(2, 61, 2))
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(2, 61, 2))
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The warm start of a chat model on chats: what it writes down, what it depends on, and that a kill changes nothing."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -10,14 +9,14 @@ from scalerl_jax import sft
 from scalerl_jax.cli.entry import UserError
 from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.config_check import ConfigError
+from scalerl_jax.config_io import load_file
 from scalerl_jax.environments.prompts import Prompts
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.model import forward, load_hf, logits
 from scalerl_jax.traces import files
 from tests.support.chat_folders import chat_folder
 from tests.support.models import random_tensors, toy_decoder, write_folder
-from tests.support.processes import run_command
-from tests.train.killed_warm_start import kill_at_a_checkpoint
+from tests.train.warm_starts import killed_and_finished, rows_of, weights
 
 pyarrow = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
@@ -63,28 +62,14 @@ def config_file(tmp_path_factory):
 
 @pytest.fixture
 def config(config_file):
-    return config_of(config_file)
-
-
-def config_of(config_file):
-    names = {}
-    exec(config_file.read_text(), names)
-    return names["get_config"]()
+    return load_file(str(config_file))
 
 
 @pytest.fixture(scope="module")
 def finished(config_file, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("finished")
-    sft.main(config_of(config_file), str(workdir))
+    sft.main(load_file(str(config_file)), str(workdir))
     return workdir
-
-
-def weights(folder):
-    return (folder / "model" / "model.safetensors").read_bytes()
-
-
-def rows_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
@@ -135,10 +120,7 @@ def test_the_model_answers_the_prompt_that_a_rollout_asks(finished, config):
 
 @pytest.mark.slow
 def test_killed_and_started_again_it_ends_with_the_same_model(finished, config_file, tmp_path):
-    kill_at_a_checkpoint(tmp_path, f"--config={config_file}")
-    done = run_command("scalerl_jax.sft", f"--config={config_file}", f"--workdir={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    assert "from update 0" not in done.stderr and "54 traces, " in done.stderr
+    assert "54 traces, " in killed_and_finished(tmp_path, config_file)
     assert weights(tmp_path) == weights(finished)
     losses = [(row["step"], row.get("loss"), row.get("evaluation_loss")) for row in rows_of(tmp_path)]
     assert losses == [(row["step"], row.get("loss"), row.get("evaluation_loss")) for row in rows_of(finished)]

@@ -1,4 +1,5 @@
-"""Keys and values of all slots, one array a layer: reading them, changing their length, and merging pending entries.
+"""Keys and values of all slots, one array a layer: reading them, changing their length, and merging pending entries;
+and copies of them, the prefixes kept for the next turn of a session.
 
 On a TPU a step does not write into the caches: a scatter needs another memory layout than the products that read them,
 and XLA would keep all caches twice. So the steps of a chunk write into small arrays, at the same position for every
@@ -10,6 +11,7 @@ Legend: B slots, S positions, N steps of a chunk, C tokens, K key/value heads, G
 h head size.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -17,10 +19,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from rollout_server.engines.sequence import Sequence
 from scalerl_jax.model.decoder import Precision
 
 Caches = list[jax.Array]  # per layer
+Prefix = Any  # (keys, values, experts | None) on the device, of decode.prefill
 _MASKED = -1e30
 
 
@@ -173,3 +178,62 @@ def fit_prefix(keys: Caches, values: Caches, *, length: int, keys_last: bool) ->
     keys, values = list(keys), list(values)
     fit(keys, values, length, keys_last=keys_last)
     return keys, values
+
+
+# ---------------------------------------------------------------------------------------------------- sessions
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    tokens: np.ndarray  # [known] int32: the tokens of these keys and values
+    prefix: Prefix
+    experts: np.ndarray | None  # [known, layers, experts per token], if the turn recorded them
+    step: int | None  # of the version that computed all of them; None: several did
+
+    @property
+    def bytes(self) -> int:
+        return sum(array.nbytes for array in jax.tree.leaves((self.prefix, self.experts)))
+
+
+class Sessions:
+    """The prefixes of one incarnation's weights, as long as memory allows; call `clear` for another incarnation.
+
+    A prefix is a copy of a slot's keys and values, so no slot is occupied while an environment runs. The oldest one is
+    dropped first.
+    """
+
+    def __init__(self, limit: int):
+        """limit: bytes to keep."""
+        self.limit = limit
+        self._kept: collections.OrderedDict[tuple[str, int], Kept] = collections.OrderedDict()  # oldest first
+        self._bytes = 0
+
+    def store(self, sequence: Sequence, kept: Kept) -> None:
+        """Keeps a prefix for the turn after `sequence`."""
+        self._drop(_name(sequence))
+        self._kept[_name(sequence)] = kept
+        self._bytes += kept.bytes
+        while self._kept and self._bytes > self.limit:
+            self._drop(next(iter(self._kept)))
+
+    def pop(self, sequence: Sequence) -> Kept | None:
+        """Removes and returns the prefix from which the sequence can continue, or None."""
+        request, kept = sequence.request, self._drop(_name(sequence))
+        if kept is None or len(kept.tokens) >= len(request.prompt):
+            return None
+        same = np.array_equal(kept.tokens, request.prompt[: len(kept.tokens)])
+        recorded = kept.experts is not None or not request.router_replay
+        return kept if same and recorded and request.pinned_step in (None, kept.step) else None
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._bytes = 0
+
+    def _drop(self, name: tuple[str, int]) -> Kept | None:
+        kept = self._kept.pop(name, None)
+        self._bytes -= kept.bytes if kept is not None else 0
+        return kept
+
+
+def _name(sequence: Sequence) -> tuple[str, int]:
+    return sequence.request.session, sequence.wanted.index

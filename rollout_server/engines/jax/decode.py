@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout_server.engines.admission import LONGEST_END, LONGEST_PHRASE, MOST_STOPS
+from rollout_server.engines.engine import LONGEST_END, LONGEST_PHRASE, MOST_STOPS
 from rollout_server.engines.jax import caches as caches_lib
 from rollout_server.engines.jax.caches import Caches, Held
 from rollout_server.engines.jax.sampling import sample, uniforms

@@ -13,11 +13,11 @@ is noticed a chunk late. On a CPU host and device are the same cores: waiting co
 A swap only replaces a reference: another thread has made the new version, from the old one where little changed.
 The key/value cache stays, and every token carries the step of the weights that sampled it.
 
-A session's next turn continues from the keys and values of its previous turn (sessions.py).
+A session's next turn continues from the keys and values of its previous turn (caches.py).
 
 Left out on purpose: paged caches, prefix reuse between groups, several devices (start one server per device).
 
-The memory estimate of the embedded generator (engines/engine_memory.py).
+The memory estimate of the embedded generator (engines/engine_info.py).
 
 Its working memory is that of the largest compiled programs without their arguments, as XLA reports it; copies of part
 of the cache by a chunk of fewer than all slots; and one layer's cache twice, while it grows.
@@ -43,13 +43,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from rollout_server.engines.admission import check_score
-from rollout_server.engines.engine import Changes, EngineOptions
-from rollout_server.engines.engine_info import engine_info
-from rollout_server.engines.engine_memory import EngineMemory
+from rollout_server.engines.engine import Changes, EngineOptions, check_score
+from rollout_server.engines.engine_info import ITEMSIZE, EngineMemory, engine_info
 from rollout_server.engines.jax import decode
+from rollout_server.engines.jax.caches import Prefix
 from rollout_server.engines.jax.programs import Program, buckets, side_by_side
-from rollout_server.engines.jax.sessions import Prefix
 from rollout_server.engines.jax.slots import SlotPool
 from rollout_server.engines.jax.weights import (
     DecodePrecision,
@@ -179,32 +177,39 @@ class Scorer:
         return Scores(scored[:, 0], top_ids, top, scored[:, 1:])
 
 
+def precision_of(options: EngineOptions) -> Precision:
+    return Precision(options.compute_dtype, options.sync_dtype, options.head_precision, options.numerics)
+
+
+def device_parts(
+    options: EngineOptions, config: DecoderConfig, precision: DecodePrecision, *, allocated: bool = True
+) -> tuple[SlotPool, Scorer]:
+    """All that computes on the device. allocated: as in SlotPool."""
+    longest = min(options.maximum_tokens, config.max_positions)
+    pool = SlotPool(
+        config, precision, slots=options.slots, maximum=longest, steps=options.decode_chunk,
+        router_replay=options.router_replay, allocated=allocated,
+    )  # fmt: skip
+    return pool, Scorer(config, precision, longest=longest)
+
+
 def of_model(
-    config: DecoderConfig,
-    precision: Precision,
-    *,
-    cache_dtype: str,
-    weights: object,
-    slots: int,
-    longest: int,
-    copies_are_cheap: bool,
+    options: EngineOptions, config: DecoderConfig, precision: DecodePrecision, weights: DecodeWeights
 ) -> EngineMemory:
-    """The estimate before anything is compiled. weights: ShapeDtypeStructs of the decode weights. copies_are_cheap:
-    as in programs.widths."""
-    itemsize = {"float32": 4, "bfloat16": 2}
+    """The estimate before anything is compiled. weights: ShapeDtypeStructs of the decode weights."""
     return EngineMemory(
-        slots=slots,
-        maximum_tokens=longest,
-        token=2 * config.layers * config.kv_heads * config.head_dim * itemsize[cache_dtype],
+        slots=options.slots,
+        maximum_tokens=min(options.maximum_tokens, config.max_positions),
+        token=2 * config.layers * config.kv_heads * config.head_dim * ITEMSIZE[precision.cache],
         weights=sum(struct.size * struct.dtype.itemsize for struct in jax.tree.leaves(weights)),
-        host_copy=sum(map(math.prod, hf_tensors(config).values())) * itemsize[precision.sync],
+        host_copy=sum(map(math.prod, hf_tensors(config).values())) * ITEMSIZE[options.sync_dtype],
         # A chunk of fewer than all slots copies at most half of them on a CPU, a quarter elsewhere (programs.widths).
         # A cache grows layer by layer, keys and then values.
-        copies=max(0.5 if copies_are_cheap else 0.25, 1 / config.layers / 2),
+        copies=max(0.5 if precision.on_cpu else 0.25, 1 / config.layers / 2),
     )
 
 
-def there_is() -> tuple[int | None, int, int]:
+def available_memory() -> tuple[int | None, int, int]:
     """Memory available: (bytes of the device, None on a CPU; bytes of the host; bytes that this process uses now)."""
     first = jax.local_devices()[0]
     stats = first.memory_stats() if first.platform != "cpu" else None
@@ -224,7 +229,7 @@ class JaxEngine(QueuedEngine):
 
     def __init__(self, options: EngineOptions, *, lookahead: int | None = None):
         self._config = config = read_config(options.model)
-        self._precision = Precision(options.compute_dtype, options.sync_dtype, options.head_precision, options.numerics)
+        self._precision = precision_of(options)
         info = engine_info("jax", options, config)
         if self._precision.bitwise:
             if fault := row_blocks.unfit(config):
@@ -233,32 +238,23 @@ class JaxEngine(QueuedEngine):
                 raise ValueError("--head_precision=bfloat16: not with --numerics=bitwise")
             info = dataclasses.replace(info, numerics=row_blocks.fingerprint())
         computing = decode_precision(self._precision, jax.local_devices()[0].platform)
-        on_cpu, maximum = computing.on_cpu, info.maximum_tokens
         like = abstract_weights(config, self._precision)
-        estimate = of_model(
-            config, self._precision, cache_dtype=computing.cache, weights=like, slots=info.slots, longest=maximum,
-            copies_are_cheap=on_cpu,
-        )  # fmt: skip
-        device, host, process = there_is()
+        estimate = of_model(options, config, computing, like)
+        device, host, process = available_memory()
         # Fail before minutes of compiling if it cannot fit.
         estimate.check(device=device, host=host, process=process)
-        self._pool = SlotPool(
-            config, computing, slots=info.slots, maximum=maximum, steps=options.decode_chunk,
-            router_replay=options.router_replay,
-        )  # fmt: skip
-        self._scorer = Scorer(config, computing, longest=maximum)
+        self._pool, self._scorer = parts = device_parts(options, config, computing)
         # A score may be computed at the same time as a chunk.
-        parts = (self._pool, self._scorer)
         working = sum(side_by_side([functools.partial(part.compile, like) for part in parts]))
         estimate = dataclasses.replace(estimate, working=working, maximum_tokens=self._pool.longest)
         memory.trim()  # XLA allocates tens of MiB to compile
-        device, host, process = there_is()
+        device, host, process = available_memory()
         logging.info("%s", estimate.check(device=device, host=host, process=process))
         # As much as the slots' own cache, and at most half of the memory left, since it only saves time.
         spare = estimate.spare(device=device, host=host, process=process)
         if not self._precision.bitwise:  # bitwise prefills every turn whole, with one version and in the same blocks
             self._pool.sessions.limit = min(estimate.cache, spare // 2)
-        self._lookahead = (0 if on_cpu else 1) if lookahead is None else lookahead
+        self._lookahead = (0 if computing.on_cpu else 1) if lookahead is None else lookahead
 
         # Guards everything below; notified when the decode thread may have work.
         self._changed = threading.Condition()
@@ -342,7 +338,7 @@ class JaxEngine(QueuedEngine):
         if pool.busy:
             pool.dispatch(weights, step)
         finished = []
-        if pool.on_their_way > (self._lookahead if pool.busy else 0):
+        if pool.in_flight > (self._lookahead if pool.busy else 0):
             finished = pool.collect()
         with self._changed:
             queue.counters.busy_seconds += time.monotonic() - began
@@ -352,7 +348,7 @@ class JaxEngine(QueuedEngine):
 
     def _something_to_do(self) -> bool:
         queue = self._queue
-        return bool(queue.closed or queue.waiting or queue.running or queue.swap_is_due or self._pool.on_their_way)
+        return bool(queue.closed or queue.waiting or queue.running or queue.swap_is_due or self._pool.in_flight)
 
     def _enter(self, weights: DecodeWeights, step: int, sequences: list[Sequence]) -> None:
         """Assigns slots to sequences of one request."""

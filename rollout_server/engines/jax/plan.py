@@ -17,11 +17,9 @@ import jax
 
 from launch import machines
 from rollout_server.engines.engine import EngineOptions
-from rollout_server.engines.engine_memory import EngineMemory
-from rollout_server.engines.jax.engine import Scorer, of_model
-from rollout_server.engines.jax.slots import SlotPool
+from rollout_server.engines.engine_info import EngineMemory
+from rollout_server.engines.jax.engine import device_parts, of_model, precision_of
 from rollout_server.engines.jax.weights import abstract_weights, decode_precision
-from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.planning import compiled
 
@@ -31,28 +29,20 @@ def plan(machine: machines.Machine, config: DecoderConfig, options: EngineOption
     and the longest score; none if memory is too small even without them. Raises ValueError, one line, where there is
     no such machine."""
     device = compiled.devices_of(machine)[0]
-    precision = Precision(options.compute_dtype, options.sync_dtype, options.head_precision, options.numerics)
+    precision = precision_of(options)
     computing = decode_precision(precision, device.platform)
     on = jax.sharding.SingleDeviceSharding(device)
     weights = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), abstract_weights(config, precision)
     )
-    longest = min(options.maximum_tokens, config.max_positions)
-    memory = of_model(
-        config, precision, cache_dtype=computing.cache, weights=weights, slots=options.slots, longest=longest,
-        copies_are_cheap=False,
-    )  # fmt: skip
+    memory = of_model(options, config, computing, weights)
     if memory.on_device > machine.chip.memory:
         return memory
-    pool = SlotPool(
-        config, computing, slots=options.slots, maximum=longest, steps=options.decode_chunk,
-        router_replay=options.router_replay, allocated=False,
-    )  # fmt: skip
-    parts = (pool, Scorer(config, computing, longest=longest))
+    pool, scorer = device_parts(options, config, computing, allocated=False)
     memory = dataclasses.replace(memory, maximum_tokens=pool.longest)
     try:
         with compiled.compiling(device):
-            working = sum(part.compile(weights, longest_only=True) for part in parts)
+            working = sum(part.compile(weights, longest_only=True) for part in (pool, scorer))
     except jax.errors.JaxRuntimeError as error:
         working = max(0, compiled.needed(error) - memory.weights - memory.cache)
     return dataclasses.replace(memory, working=working)

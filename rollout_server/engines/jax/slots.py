@@ -1,7 +1,7 @@
 """The host's side of the slots: which are taken, the position of each, and the tokens it has produced.
 
     pool.prefill(weights, prompt) -> prefix      once per request and version
-    pool.resume(weights, sequence) -> prefix     instead of it, if the previous turn's is kept (sessions.py)
+    pool.resume(weights, sequence) -> prefix     instead of it, if the previous turn's is kept (caches.py)
     pool.enter(prefix, sequences)                sequences of one request take free slots
     pool.dispatch(weights, step)                 starts one chunk on the device and returns at once
     pool.collect() -> [sequence]                 waits for the oldest chunk; the sequences that ended in it
@@ -26,9 +26,9 @@ import jax
 import numpy as np
 
 from rollout_server.engines.jax import caches, decode
+from rollout_server.engines.jax.caches import Kept, Prefix, Sessions
 from rollout_server.engines.jax.decode import Output, Settings
 from rollout_server.engines.jax.programs import Kind, Program, Programs, buckets, side_by_side, widths
-from rollout_server.engines.jax.sessions import Kept, Prefix, Sessions
 from rollout_server.engines.jax.weights import DecodePrecision, DecodeWeights
 from rollout_server.engines.sequence import Sequence
 from scalerl_jax.model import row_blocks
@@ -113,7 +113,7 @@ class SlotPool:
         return len(self._taken)
 
     @property
-    def on_their_way(self) -> int:
+    def in_flight(self) -> int:
         """Number of chunks started and not collected."""
         return len(self._chunks)
 

@@ -27,7 +27,7 @@ import numpy as np
 from absl import logging
 
 from rollout_server.engines.engine import Changes, EngineOptions
-from rollout_server.engines.engine_memory import EngineMemory
+from rollout_server.engines.engine_info import ITEMSIZE, EngineMemory
 from rollout_server.engines.thinking_budget import ThinkingBudget
 from rollout_server.engines.vllm.shared_memory import SharedMemory
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, ScoreRequest, Scores, expert_dtype
@@ -159,14 +159,14 @@ class Vllm:
         On a GPU vLLM itself checks the memory; on a CPU the system promises any amount, and kills the process that uses
         it.
         """
-        cache, item = self._cache_bytes(sequences, positions), {"float32": 4, "bfloat16": 2}
+        cache = self._cache_bytes(sequences, positions)
         parameters = sum(map(math.prod, hf_tensors(self.config).values()))
         estimate = EngineMemory(
             slots=self.options.slots,
             maximum_tokens=self.maximum_tokens,
             token=-(-cache // (self.options.slots * self.maximum_tokens)),
-            weights=parameters * item[self.options.compute_dtype],
-            host_copy=parameters * item[self.options.sync_dtype],
+            weights=parameters * ITEMSIZE[self.options.compute_dtype],
+            host_copy=parameters * ITEMSIZE[self.options.sync_dtype],
             versions=1,  # written in place
         )
         process = memory.resident()
@@ -175,7 +175,7 @@ class Vllm:
 
     def _cache_bytes(self, sequences: int, positions: int) -> int:
         """Bytes of a worker's key/value cache that holds so many whole sequences, so that none is ever preempted."""
-        config, item = self.config, {"float32": 4, "bfloat16": 2}[self.options.compute_dtype]
+        config, item = self.config, ITEMSIZE[self.options.compute_dtype]
         heads = max(1, config.kv_heads // self.workers)
         blocks = sequences * -(-positions // CPU_BLOCK) + 1  # one is vLLM's own
         return blocks * CPU_BLOCK * 2 * config.layers * heads * config.head_dim * item

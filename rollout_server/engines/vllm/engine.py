@@ -25,8 +25,7 @@ from collections.abc import AsyncGenerator, Mapping
 
 import numpy as np
 
-from rollout_server.engines.admission import check_score
-from rollout_server.engines.engine import Changes, EngineStatus
+from rollout_server.engines.engine import Changes, EngineStatus, check_score
 from rollout_server.engines.engine_info import engine_info
 from rollout_server.engines.request_queue import QueuedEngine, RequestQueue
 from rollout_server.engines.sequence import Sequence

@@ -64,7 +64,7 @@ class PromptScores:
             values, places = logprobs.topk(top_k)
             top[rows], top_ids[rows] = values.cpu().numpy(), places.cpu().numpy()
 
-    def take(self, name: str) -> tuple[bytes, ...]:
+    def pop(self, name: str) -> tuple[bytes, ...]:
         """The bytes of Arrays. Raises ValueError where no such request was fed."""
         kept, self._kept = self._kept, None
         if kept is None or kept[0] != name:

@@ -131,7 +131,7 @@ class WeightAccess:
 
     def scalerl_scored(self, name: str) -> tuple[bytes, ...]:
         """The scores of the request `name`; they are dropped here."""
-        return self._scalerl_scores.take(name)
+        return self._scalerl_scores.pop(name)
 
     def _scalerl_weights(self, path: str) -> mmap.mmap:
         """Maps the shared weights, once: mapping many GB is slow."""

@@ -36,7 +36,7 @@ def run(pool, weights, requests, *, ahead=0, steps=None, counters=None):
     """
     waiting = sequences(*requests, counters=counters)
     prefixes, out, chunk = {}, {}, 0
-    while waiting or pool.busy or pool.on_their_way:
+    while waiting or pool.busy or pool.in_flight:
         version = (steps or [0])[min(chunk, len(steps or [0]) - 1)]
         while waiting and pool.slots - pool.busy:
             group = waiting[0].request.group_id
@@ -50,7 +50,7 @@ def run(pool, weights, requests, *, ahead=0, steps=None, counters=None):
         if pool.busy:
             pool.dispatch(weights[version], version)
             chunk += 1
-        if pool.on_their_way > (ahead if pool.busy else 0):
+        if pool.in_flight > (ahead if pool.busy else 0):
             out |= {name_of(sequence): sequence.completion() for sequence in pool.collect()}
     return out
 
@@ -224,7 +224,7 @@ def test_chunks_of_few_slots_sample_the_same(at_once, ahead):
     pool, _ = make(config, slots=32, steps=4)
     waiting = sequences(*requests)
     out, withdrawn, running = {}, set(), {}
-    while waiting or pool.busy or pool.on_their_way:
+    while waiting or pool.busy or pool.in_flight:
         entering = (
             waiting[: min(pool.slots - pool.busy, int(rng.integers(0, 9)))]
             if rng.random() < 0.3 or not pool.busy
@@ -240,7 +240,7 @@ def test_chunks_of_few_slots_sample_the_same(at_once, ahead):
             withdrawn.add(name)
         if pool.busy:
             pool.dispatch(weights, 7)
-        if pool.on_their_way > (ahead if pool.busy else 0):
+        if pool.in_flight > (ahead if pool.busy else 0):
             for sequence in pool.collect():
                 out[name_of(sequence)] = running.pop(name_of(sequence)).completion()
     assert withdrawn and not withdrawn & out.keys() and len(withdrawn) + len(out) == len(requests)

@@ -6,7 +6,8 @@ import re
 import jax
 import pytest
 
-from rollout_server.engines.engine_memory import EngineMemory
+from rollout_server.engines.engine import EngineOptions
+from rollout_server.engines.engine_info import EngineMemory
 from rollout_server.engines.jax import decode, engine
 from rollout_server.engines.jax.slots import SlotPool
 from rollout_server.engines.jax.weights import abstract_weights, decode_precision, decode_weights
@@ -17,6 +18,12 @@ from tests.support.models import random_tensors, toy_decoder
 MEMORY = EngineMemory(
     slots=64, maximum_tokens=4096, token=2**17, weights=GIB, host_copy=GIB, working=GIB // 2, copies=0.5
 )
+
+
+def options(*, slots: int, maximum_tokens: int) -> EngineOptions:
+    return EngineOptions(
+        "", slots=slots, queue=0, maximum_tokens=maximum_tokens, compute_dtype="bfloat16", sync_dtype="bfloat16"
+    )
 
 
 def size(tree: object) -> int:
@@ -31,10 +38,7 @@ def test_what_is_booked_is_what_the_arrays_take(family: str, head: str, dtype: s
     like, computing = abstract_weights(config, precision), decode_precision(precision, "cpu")
     held = decode_weights(random_tensors(config, 0), config, precision)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), held) == jax.tree.map(lambda x: (x.shape, x.dtype), like)
-    estimate = engine.of_model(
-        config, precision, cache_dtype=computing.cache, weights=like, slots=3, longest=96,
-        copies_are_cheap=True,
-    )  # fmt: skip
+    estimate = engine.of_model(options(slots=3, maximum_tokens=96), config, computing, like)
     assert estimate.weights == size(held)
     state = decode.empty_state(config, computing, slots=3, length=96)
     assert estimate.cache == size((state.keys, state.values))
@@ -83,10 +87,9 @@ def test_a_cache_of_a_real_size() -> None:
     )  # fmt: skip
     precision = Precision(compute="bfloat16", sync="bfloat16")
     like = abstract_weights(config, precision)
-    for dtype, token in (("bfloat16", 114_688), ("float32", 229_376)):
-        estimate = engine.of_model(
-            config, precision, cache_dtype=dtype, weights=like, slots=8, longest=1024, copies_are_cheap=True
-        )
+    for platform, token in (("gpu", 114_688), ("cpu", 229_376)):  # in bfloat16, and in float32
+        computing = decode_precision(precision, platform)
+        estimate = engine.of_model(options(slots=8, maximum_tokens=1024), config, computing, like)
         assert estimate.token == token and estimate.cache == token * 8 * 1024
     assert estimate.weights == pytest.approx(estimate.host_copy, rel=1e-3)  # norms are float32
     assert estimate.host_copy == 2 * 596_049_920

@@ -1,17 +1,14 @@
 """Turns of a session: a later one goes on from what the one before has left, and samples as if it had begun anew."""
 
-import asyncio
-import contextlib
 import dataclasses
 
 import numpy as np
 import pytest
 
-from rollout_server.engines.engine import EngineOptions
-from rollout_server.engines.jax.engine import JaxEngine
-from rollout_server.engines.jax.sessions import Kept, Sessions
+from rollout_server.engines.jax.caches import Kept, Sessions
 from rollout_server.engines.sequence import Counters, Sequence
 from scalerl_jax.contract.codec import Version
+from tests.rollout_server.conftest import opened_jax
 from tests.rollout_server.jax_reference import Reference, ask, reference_logprobs, tiny
 from tests.support.models import random_tensors, write_folder
 from tests.support.waiting import eventually_async
@@ -29,14 +26,8 @@ def folders(tmp_path_factory):
     return {name: write_folder(path / f"m{name}", config, random_tensors(config, 0)) for name, config in made.items()}
 
 
-@contextlib.asynccontextmanager
-async def opened(folder, **changes):
-    told = EngineOptions(str(folder), 4, 8, LENGTH, compute_dtype="float32", sync_dtype="float32", decode_chunk=4)
-    engine = await asyncio.to_thread(JaxEngine, dataclasses.replace(told, **changes))
-    try:
-        yield engine
-    finally:
-        await engine.close()
+def opened(folder, **changes):
+    return opened_jax(folder, **{"maximum_tokens": LENGTH, **changes})
 
 
 async def turn(engine, prompt, *, session="a", replay=False, **changes):
@@ -68,104 +59,92 @@ async def episode(engine, turns, *, reply=REPLY, **options):
 
 
 @pytest.mark.parametrize("kind", ["", pytest.param("moe", marks=pytest.mark.slow)])
-def test_each_turn_samples_the_policy_and_feeds_only_what_is_new(folders, kind):
+async def test_each_turn_samples_the_policy_and_feeds_only_what_is_new(folders, kind):
     config = tiny(kind="qwen3_moe") if kind else CONFIG
 
-    async def main():
-        async with opened(folders[kind], router_replay=bool(kind)) as engine:
-            said, reused, prefilled = await episode(engine, 5, replay=bool(kind))
-            for prompt, completion in said:
-                expected = reference_logprobs(config, prompt, completion.token_ids, lambda t: random_tensors(config, 0))
-                np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-            last = said[-1][0]
-            sampled = sum(len(one.token_ids) for _, one in said[:-1])
-            # Of each turn but the first: the last two tokens of the turn before, and the reply without its last one.
-            assert prefilled == len(PROMPT) - 1 + 4 * (len(REPLY) + 1)
-            assert reused == sum(len(prompt) - 2 - len(REPLY) for prompt, _ in said[1:])
-            assert len(last) == len(PROMPT) + sampled + 4 * len(REPLY)
-            if kind:  # the experts of the whole path, those of earlier turns too
-                anew = await turn(engine, last, session="b", replay=True)
-                np.testing.assert_array_equal(said[-1][1].experts[: len(last) - 1], anew.experts[: len(last) - 1])
-
-    asyncio.run(main())
+    async with opened(folders[kind], router_replay=bool(kind)) as engine:
+        said, reused, prefilled = await episode(engine, 5, replay=bool(kind))
+        for prompt, completion in said:
+            expected = reference_logprobs(config, prompt, completion.token_ids, lambda t: random_tensors(config, 0))
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        last = said[-1][0]
+        sampled = sum(len(one.token_ids) for _, one in said[:-1])
+        # Of each turn but the first: the last two tokens of the turn before, and the reply without its last one.
+        assert prefilled == len(PROMPT) - 1 + 4 * (len(REPLY) + 1)
+        assert reused == sum(len(prompt) - 2 - len(REPLY) for prompt, _ in said[1:])
+        assert len(last) == len(PROMPT) + sampled + 4 * len(REPLY)
+        if kind:  # the experts of the whole path, those of earlier turns too
+            anew = await turn(engine, last, session="b", replay=True)
+            np.testing.assert_array_equal(said[-1][1].experts[: len(last) - 1], anew.experts[: len(last) - 1])
 
 
 @pytest.mark.slow
-def test_a_long_reply_is_fed_in_several_parts(folders):
-    async def main():
-        async with opened(folders[""], maximum_tokens=640) as engine:
-            reply = np.arange(1, 201) % CONFIG.vocab_size
-            said, _, prefilled = await episode(engine, 2, reply=reply)
-            assert prefilled == len(PROMPT) - 1 + len(reply) + 1
-            prompt, completion = said[1]
-            expected = reference_logprobs(CONFIG, prompt, completion.token_ids, lambda t: random_tensors(CONFIG, 0))
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-
-    asyncio.run(main())
+async def test_a_long_reply_is_fed_in_several_parts(folders):
+    async with opened(folders[""], maximum_tokens=640) as engine:
+        reply = np.arange(1, 201) % CONFIG.vocab_size
+        said, _, prefilled = await episode(engine, 2, reply=reply)
+        assert prefilled == len(PROMPT) - 1 + len(reply) + 1
+        prompt, completion = said[1]
+        expected = reference_logprobs(CONFIG, prompt, completion.token_ids, lambda t: random_tensors(CONFIG, 0))
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
-def test_after_a_swap_the_keys_and_values_of_before_stay(folders):
+async def test_after_a_swap_the_keys_and_values_of_before_stay(folders):
     named = [random_tensors(CONFIG, seed) for seed in (0, 1)]
 
-    async def main():
-        async with opened(folders[""]) as engine:
-            await episode(engine, 2)
-            first = await turn(engine, PROMPT)
-            await engine.load(Version(0, 1), named[1], dict.fromkeys(named[1]))
-            prompt = np.concatenate([PROMPT, first.token_ids, REPLY])
-            before = engine.status().reused_tokens
-            second = await turn(engine, prompt, minimum_step=1)
-            known = len(PROMPT) + len(first.token_ids) - 2
-            assert engine.status().reused_tokens - before == known
-            reference, fed, expected = Reference(CONFIG), [*prompt, *second.token_ids], []
-            for position, token in enumerate(fed[:-1]):
-                logprobs = reference.feed(named[int(position >= known)], int(token))
-                if position >= len(prompt) - 1:
-                    expected.append(logprobs[fed[position + 1]])
-            np.testing.assert_allclose(second.logprobs, expected, atol=1e-4)
-            # Pinned, they would have to be that version's: the next turn begins anew.
-            third = np.concatenate([prompt, second.token_ids, REPLY])
-            pinned = await turn(engine, third, pinned_step=1)
-            expected = reference_logprobs(CONFIG, third, pinned.token_ids, lambda t: named[1])
-            np.testing.assert_allclose(pinned.logprobs, expected, atol=1e-4)
-            # From there on they are.
-            before = engine.status().reused_tokens
-            await turn(engine, np.concatenate([third, pinned.token_ids, REPLY]), pinned_step=1)
-            assert engine.status().reused_tokens > before
-
-    asyncio.run(main())
+    async with opened(folders[""]) as engine:
+        await episode(engine, 2)
+        first = await turn(engine, PROMPT)
+        await engine.load(Version(0, 1), named[1], dict.fromkeys(named[1]))
+        prompt = np.concatenate([PROMPT, first.token_ids, REPLY])
+        before = engine.status().reused_tokens
+        second = await turn(engine, prompt, minimum_step=1)
+        known = len(PROMPT) + len(first.token_ids) - 2
+        assert engine.status().reused_tokens - before == known
+        reference, fed, expected = Reference(CONFIG), [*prompt, *second.token_ids], []
+        for position, token in enumerate(fed[:-1]):
+            logprobs = reference.feed(named[int(position >= known)], int(token))
+            if position >= len(prompt) - 1:
+                expected.append(logprobs[fed[position + 1]])
+        np.testing.assert_allclose(second.logprobs, expected, atol=1e-4)
+        # Pinned, they would have to be that version's: the next turn begins anew.
+        third = np.concatenate([prompt, second.token_ids, REPLY])
+        pinned = await turn(engine, third, pinned_step=1)
+        expected = reference_logprobs(CONFIG, third, pinned.token_ids, lambda t: named[1])
+        np.testing.assert_allclose(pinned.logprobs, expected, atol=1e-4)
+        # From there on they are.
+        before = engine.status().reused_tokens
+        await turn(engine, np.concatenate([third, pinned.token_ids, REPLY]), pinned_step=1)
+        assert engine.status().reused_tokens > before
 
 
-def test_what_does_not_go_on_begins_anew(folders):
+async def test_what_does_not_go_on_begins_anew(folders):
     """Another session, a rewritten history, the same turn again, another incarnation."""
 
-    async def main():
-        async with opened(folders[""]) as engine:
-            await episode(engine, 2)
-            first = await turn(engine, PROMPT)
-            prompt = np.concatenate([PROMPT, first.token_ids, REPLY])
-            rewritten = prompt.copy()
-            rewritten[2] += 1
-            reused = engine.status().reused_tokens
-            for other in (
-                {"session": "b"},
-                {"prompt": rewritten},
-                {"prompt": PROMPT},
-            ):
-                asked = {"prompt": prompt, **other}
-                completion = await turn(engine, **asked)
-                expected = reference_logprobs(
-                    CONFIG, asked["prompt"], completion.token_ids, lambda t: random_tensors(CONFIG, 0)
-                )
-                np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-            assert engine.status().reused_tokens == reused
-            first = await turn(engine, PROMPT)
-            named = random_tensors(CONFIG, 1)
-            await engine.load(Version(7, 0), named, dict.fromkeys(named))
-            await turn(engine, np.concatenate([PROMPT, first.token_ids, REPLY]), incarnation=7)
-            assert engine.status().reused_tokens == reused
-
-    asyncio.run(main())
+    async with opened(folders[""]) as engine:
+        await episode(engine, 2)
+        first = await turn(engine, PROMPT)
+        prompt = np.concatenate([PROMPT, first.token_ids, REPLY])
+        rewritten = prompt.copy()
+        rewritten[2] += 1
+        reused = engine.status().reused_tokens
+        for other in (
+            {"session": "b"},
+            {"prompt": rewritten},
+            {"prompt": PROMPT},
+        ):
+            asked = {"prompt": prompt, **other}
+            completion = await turn(engine, **asked)
+            expected = reference_logprobs(
+                CONFIG, asked["prompt"], completion.token_ids, lambda t: random_tensors(CONFIG, 0)
+            )
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        assert engine.status().reused_tokens == reused
+        first = await turn(engine, PROMPT)
+        named = random_tensors(CONFIG, 1)
+        await engine.load(Version(7, 0), named, dict.fromkeys(named))
+        await turn(engine, np.concatenate([PROMPT, first.token_ids, REPLY]), incarnation=7)
+        assert engine.status().reused_tokens == reused
 
 
 def test_memory_is_bounded_and_the_longest_unused_goes_first():

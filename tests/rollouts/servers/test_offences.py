@@ -1,6 +1,6 @@
 """The record of one server process: back-off that grows, an end, trust that grows with what was delivered."""
 
-from scalerl_jax.contract.peer_text import TELL_SECONDS, LogLimit
+from scalerl_jax.contract.peer_text import LOG_SECONDS, LogLimit
 from scalerl_jax.rollouts.servers.offences import (
     BANISHED_AT,
     FREE_MEETINGS,
@@ -36,7 +36,7 @@ def test_what_happens_together_is_one_offence():
         again = record.offend("it lies", now=10.0 + 0.5 * backoff(1))
         assert (again.until, again.banished, again.log_times) == (first.until, False, 0)
     # Logged with the count of all that were not.
-    later = record.offend("it lies", now=10.0 + TELL_SECONDS)
+    later = record.offend("it lies", now=10.0 + LOG_SECONDS)
     assert (first.log_times, later.log_times) == (1, 10_001)
 
 
@@ -152,4 +152,4 @@ def test_records_are_kept_for_a_bounded_number_of_processes():
 def test_each_kind_is_told_by_itself():
     telling = LogLimit()
     assert [telling.happened(kind, now=0.0) for kind in ("a", "b", "a", "a")] == [1, 1, 0, 0]
-    assert telling.happened("a", now=TELL_SECONDS) == 3
+    assert telling.happened("a", now=LOG_SECONDS) == 3

@@ -18,8 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 
 import numpy as np
 
-from rollout_server.engines.admission import check_score
-from rollout_server.engines.engine import Changes, EngineInfo
+from rollout_server.engines.engine import Changes, EngineInfo, check_score
 from rollout_server.engines.request_queue import QueuedEngine, RequestQueue
 from rollout_server.engines.sequence import Sequence
 from scalerl_jax.contract.codec import Completion, GroupRequest, ScoreRequest, Scores, Version

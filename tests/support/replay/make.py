@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from rollout_server.engines import model_folder
+from rollout_server.engines.make import UsageError, check_folder
 
 if TYPE_CHECKING:
     from rollout_server.engines.engine import Engine, EngineOptions
@@ -25,9 +25,9 @@ async def make(options: "EngineOptions") -> "Engine":
     Raises UsageError or ValueError in one line.
     """
     if options.router_replay:
-        raise model_folder.UsageError("--router_replay: what is played has no experts to tell")
+        raise UsageError("--router_replay: what is played has no experts to tell")
     if options.model:
-        model_folder.check(options.model, weights=False)
+        check_folder(options.model, weights=False)
     from rollout_server.engines.engine_info import engine_info
     from scalerl_jax.model.decoder_config import read_config
     from tests.support.replay.engine import Faults, ReplayEngine

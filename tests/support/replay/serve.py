@@ -8,9 +8,9 @@ import sys
 from absl import flags, logging
 
 from rollout_server import serve
-from rollout_server import serve_flags as given
+from rollout_server.engines.make import ENGINES
 from scalerl_jax.contract.limits import STOP_SECONDS
-from tests.support.replay import faults, make  # noqa: F401  make: its flags
+from tests.support.replay import faults, make
 
 NAME = "tests.support.replay.serve"
 FAULTS = flags.DEFINE_string("faults", "", "kind:after,... of what goes wrong on the wire.")
@@ -27,7 +27,7 @@ def interceptors() -> list[faults.FaultInterceptor]:
 
 
 def run() -> None:
-    given.ENGINES["replay"], STOP_SECONDS["replay"] = "tests.support.replay.make", 5.0
+    ENGINES["replay"], STOP_SECONDS["replay"] = make.make, 5.0
     flags.FLAGS["engine"].parser.enum_values.append("replay")
     serve.run(interceptors)
 
