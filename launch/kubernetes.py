@@ -19,8 +19,8 @@ nor in a command line.
 
 If the generators are the slower side, every slot is busy, and the rule asks for 1 / busy_target times as many
 generators. If the trainer is the slower side, some slots are idle, and the rule asks for as many generators as would
-be busy to busy_target. Queue length is no signal: the trainer keeps the queues short (servers/calls.py), however many
-generators there are.
+be busy to busy_target. Queue length is no signal: the trainer keeps the queues short (servers/offences.py), however
+many generators there are.
 """
 
 import dataclasses

@@ -37,10 +37,10 @@ from scalerl_jax.gateway.agents import agents_of
 from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_config
 from scalerl_jax.model.hf import Tensors, to_hf
 from scalerl_jax.model.tensor_layout import layout
-from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.evaluator import Evaluator
 from scalerl_jax.rollouts.requests import Requests
-from scalerl_jax.rollouts.servers.context import Servers
+from scalerl_jax.rollouts.servers.discovery import Servers
+from scalerl_jax.rollouts.servers.validate_status import FleetError, ProbeError
 from scalerl_jax.run import continuing
 from scalerl_jax.run.evaluation_folder import EvaluationFolder
 from scalerl_jax.run.evaluation_request import asked
@@ -201,8 +201,8 @@ def main(given: GivenConfig) -> None:
                 missing = [row for row in rows if row.index not in there.prompts]
                 if missing:
                     weights = checkpoint_weights(config, workdir, step) if step else folder_weights(config)
-                    evaluator = evaluator or stack.enter_context(started(config, out, rows, tokenizer))
-                    for group in evaluator.evaluate(weights, missing, wait=lambda why: progress.update(waiting=why)):
+                    evaluator = evaluator or stack.enter_context(started(config, out, rows, tokenizer, progress))
+                    for group in evaluator.evaluate(weights, missing):
                         there.add(group, tokenizer, rollout=config.rollout)
                         progress.update(step=before * len(rows) + len(there.prompts), note=there.so_far())
                 folder.add_row({"step": step, "key": keys[step], **compute.get(step, {}), **there.row()})
@@ -217,7 +217,9 @@ def main(given: GivenConfig) -> None:
 
 
 @contextlib.contextmanager
-def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer) -> Iterator[Evaluator]:
+def started(
+    config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer, progress: ProgressLine
+) -> Iterator[Evaluator]:
     """Starts the given or local servers, the scorer, and the evaluator over them."""
     requests, decoder = Requests(config, tokenizer), decoder_of(config)
     given = given_servers(config, FLAGS.servers)
@@ -240,6 +242,12 @@ def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer)
             share = 1 - 2 * SPARE
             local = StartingServers(config, out, maximum_tokens=maximum_tokens, share=share)
             addresses = stack.enter_context(local).servers().addresses
+
+        def wait(why: str) -> None:
+            if local is not None:
+                local.check()
+            progress.update(waiting=why)
+
         servers = Servers(addresses, probe_prompts=rows, resolve=given.resolve, credentials=given.credentials)
         yield stack.enter_context(
             Evaluator(
@@ -248,10 +256,10 @@ def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer)
                 expected=expected,
                 requests=requests,
                 score=scorer.score,
+                wait=wait,
                 episodes=scorer.episodes,
                 agents=agents,
                 take_over=local is not None or FLAGS.take,
-                check=local.servers().check if local is not None else lambda: None,
             )
         )
 

@@ -26,7 +26,7 @@ from scalerl_jax.environments.prompts import Replies
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.scorer_pool import ScorerError
 from scalerl_jax.gateway.agents import agents_of
-from scalerl_jax.hosts.enter import enter
+from scalerl_jax.hosts.join import enter
 from scalerl_jax.learner import memory_estimate
 from scalerl_jax.learner.batch import build, off_policy_metrics, per_token
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
@@ -37,12 +37,11 @@ from scalerl_jax.model.hf import load_hf
 from scalerl_jax.report import summary
 from scalerl_jax.report.page import ReportWriter
 from scalerl_jax.rollouts import pacing
-from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.fleet import Fleet
-from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.parity import Parity
+from scalerl_jax.rollouts.servers.validate_status import FleetError, ProbeError
 from scalerl_jax.rollouts.status import WaitTimes
-from scalerl_jax.rollouts.weights.publisher import SyncStats
+from scalerl_jax.rollouts.weights.publisher import Incarnation, SyncStats
 from scalerl_jax.run import collapse_guard, continuing, inputs, setup
 from scalerl_jax.run.collapse_guard import Collapsed, CollapseGuard
 from scalerl_jax.run.evaluations import Evaluations

@@ -40,8 +40,7 @@ from scalerl_jax.gateway.generators import Generators, NoServer
 from scalerl_jax.gateway.server import check_installed, listen, serve
 from scalerl_jax.gateway.sessions import Sessions
 from scalerl_jax.model.decoder_config import check_folder
-from scalerl_jax.rollouts.servers import credentials
-from scalerl_jax.rollouts.servers.discovery import Discovery
+from scalerl_jax.rollouts.servers.discovery import Discovery, read_credentials
 from scalerl_jax.system import files, signals
 
 FLAGS = flags.FLAGS
@@ -62,7 +61,7 @@ def main(config: Config, arguments: list[str]) -> None:
         template = read_chat_template(FLAGS.model, config.environment.template_arguments)
         token = access()
         listed = Discovery(FLAGS.servers) if FLAGS.servers else None
-        shown = credentials.read(config.fleet, name=listed.name if listed is not None else "")
+        shown = read_credentials(config.fleet, name=listed.name if listed is not None else "")
         vocabulary = vocabulary_of(FLAGS.model)
     for line in [template.unknown_end(tokenizer)] if template is not None else ["the model has no chat template"]:
         if line:

@@ -33,7 +33,7 @@ from scalerl_jax.contract.codec import (
     version_from_proto,
 )
 from scalerl_jax.contract.rpc import Stub
-from scalerl_jax.rollouts.servers.validate import validate
+from scalerl_jax.rollouts.requests import validate
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -20,9 +20,8 @@ from scalerl_jax.config import Config, ObjectiveConfig, OptimizerConfig
 from scalerl_jax.contract import security
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.contract.weight_parts import Part
-from scalerl_jax.hosts.frames import MORE, Frame, Received
-from scalerl_jax.hosts.lead import NEXT, fault_of
-from scalerl_jax.hosts.link import OtherHost
+from scalerl_jax.hosts.lead import MORE, NEXT, Received, fault_of
+from scalerl_jax.hosts.link import Frame, OtherHost
 from scalerl_jax.hosts.rank import Rank
 from scalerl_jax.learner import memory_estimate
 from scalerl_jax.learner.checkpoint import Checkpoints

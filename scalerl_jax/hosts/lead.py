@@ -8,11 +8,14 @@
     push -> reply, keep   this host's part of a version, to one server; which versions may still be requested
 
 follow.py runs them on the others.
+
+Of a batch each host gets the segments that lie in its rows, and only the lengths of the others. Every host packs by the
+lengths of all segments, so all compute the same places (learner/packing.py).
 """
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -20,9 +23,9 @@ import numpy as np
 
 from scalerl_jax.config import Config, ObjectiveConfig, OptimizerConfig
 from scalerl_jax.config_io import to_json
+from scalerl_jax.contract.codec import TeacherScores
 from scalerl_jax.contract.weight_parts import Part
-from scalerl_jax.hosts.frames import Frame, frames
-from scalerl_jax.hosts.link import FirstHost
+from scalerl_jax.hosts.link import FirstHost, Frame
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.learner.packing import Elsewhere, Segment, first_fit, positions_of
 from scalerl_jax.learner.trainer import Pending, Trainer
@@ -50,6 +53,80 @@ def fault_of(error: Exception) -> dict[str, str]:
     return {"fault": fault, "why": str(error)}
 
 
+# Approximate size of one frame's arrays: a batch is sent as several frames, so that it is never copied as a whole.
+FRAME_BYTES = 32 * 2**20
+MORE = "segments"  # the kind of a frame that only carries segments; the last one names the command
+
+_FIELDS = ("tokens", "weights", "advantages", "generator_logprobs")
+_OF_TEACHER = [field.name for field in dataclasses.fields(TeacherScores)]
+
+
+def frames(
+    what: str,
+    segments: Sequence[Placed],
+    beside: Sequence[Placed],
+    wanted: Collection[int],
+    **fields: Any,
+) -> Iterator[Frame]:
+    """wanted: the places of those that the host needs, counted over segments and beside. fields: of the last frame."""
+    every = [*segments, *beside]
+    at, size, piece = [], 0, []  # places and segments of one frame
+    for place in sorted(wanted):
+        segment = every[place]
+        assert isinstance(segment, Segment)
+        at.append(place)
+        piece.append(segment)
+        size += 16 * len(segment.tokens) + sum(array.nbytes for array in _beside(segment).values())
+        if size >= FRAME_BYTES:
+            yield _frame(MORE, at, piece)
+            at, size, piece = [], 0, []
+    last = _frame(what, at, piece)
+    lengths = [s.length if isinstance(s, Elsewhere) else len(s.tokens) for s in every]
+    yield Frame(what, {"beside": len(beside), **fields}, {**last.arrays, "lengths": np.array(lengths, np.int64)})
+
+
+def _frame(kind: str, at: Sequence[int], segments: Sequence[Segment]) -> Frame:
+    arrays = {"at": np.array(at, np.int64)}
+    for name in _FIELDS:
+        every = [getattr(segment, name) for segment in segments]
+        dtype = np.int32 if name == "tokens" else np.float32
+        arrays[name] = np.concatenate([np.asarray(one, dtype) for one in every]) if every else np.zeros(0, dtype)
+    arrays["sizes"] = np.array([len(segment.tokens) for segment in segments], np.int64)
+    for place, segment in zip(at, segments, strict=True):
+        arrays |= {f"{name}/{place}": array for name, array in _beside(segment).items()}
+    return Frame(kind, {}, arrays)
+
+
+def _beside(segment: Segment) -> dict[str, np.ndarray]:
+    """The segment's optional arrays."""
+    teacher = {f"teacher/{name}": getattr(segment.teacher, name, None) for name in _OF_TEACHER}
+    return {name: array for name, array in ({"experts": segment.experts} | teacher).items() if array is not None}
+
+
+class Received:
+    """Reassembles a batch that arrives as several frames."""
+
+    def __init__(self) -> None:
+        self._there: dict[int, Segment] = {}
+
+    def add(self, frame: Frame) -> None:
+        arrays = frame.arrays
+        ends = np.cumsum(arrays["sizes"])
+        for place, start, end in zip(arrays["at"].tolist(), (ends - arrays["sizes"]).tolist(), ends.tolist()):
+            fields = {name: arrays[name][start:end] for name in _FIELDS}
+            scores: dict[str, Any] = {name: arrays.get(f"teacher/{name}/{place}") for name in _OF_TEACHER}
+            teacher = TeacherScores(**scores) if scores["logprobs"] is not None else None
+            self._there[place] = Segment(**fields, experts=arrays.get(f"experts/{place}"), teacher=teacher)
+
+    def finish(self, frame: Frame) -> tuple[list[Placed], list[Placed]]:
+        """Adds the last frame; returns the segments and the `beside` ones, and resets itself."""
+        self.add(frame)
+        there, self._there = self._there, {}
+        every = [there.get(i) or Elsewhere(length) for i, length in enumerate(frame.arrays["lengths"].tolist())]
+        first = len(every) - int(frame.fields["beside"])
+        return every[:first], every[first:]
+
+
 class _LeadTrainer(Trainer):
     """The first host's trainer: sends each of its operations to the others, too."""
 
@@ -57,7 +134,7 @@ class _LeadTrainer(Trainer):
         super().__init__(**arguments)
         self._first, self._host_rows = first, self._rows_of_hosts()
 
-    def _tell(self, what: str, segments: Sequence[Placed], beside: Sequence[Placed] = (), **fields: Any) -> None:
+    def _send(self, what: str, segments: Sequence[Placed], beside: Sequence[Placed] = (), **fields: Any) -> None:
         """Sends to each host the segments that lie in its rows."""
         every = [*segments, *beside]
         where = first_fit(
@@ -68,7 +145,7 @@ class _LeadTrainer(Trainer):
             rows = self._host_rows.get(index, set())
             wanted = {place for place, (row, _) in enumerate(where) if row % self.rows in rows}
             for frame in frames(what, segments, beside, wanted, **fields):
-                self._first.tell(frame, to=index)
+                self._first.send(frame, to=index)
 
     def _rows_of_hosts(self) -> dict[int, set[int]]:
         """The rows of a micro-batch that each host has at least some positions of, by its number."""
@@ -88,35 +165,35 @@ class _LeadTrainer(Trainer):
         before_micro_batch: Callable[[], None] = lambda: None,
     ) -> Pending:
         values = dataclasses.asdict(objective) if objective is not None else None
-        self._tell("forward_backward", segments, beside, objective=values, add=add_to is not None)
+        self._send("forward_backward", segments, beside, objective=values, add=add_to is not None)
 
-        def tell_next() -> None:
+        def send_next() -> None:
             before_micro_batch()
-            self._first.tell(Frame(NEXT))
+            self._first.send(Frame(NEXT))
 
         return super().forward_backward(
-            segments, beside=beside, objective=objective, add_to=add_to, before_micro_batch=tell_next
+            segments, beside=beside, objective=objective, add_to=add_to, before_micro_batch=send_next
         )
 
     def optim_step(
         self, pending: Pending, *, learning_rate: float | None = None, optimizer: OptimizerConfig | None = None
     ) -> dict[str, Any]:
         values = dataclasses.asdict(optimizer) if optimizer is not None else None
-        self._first.tell(Frame("optim_step", {"learning_rate": learning_rate, "optimizer": values}))
+        self._first.send(Frame("optim_step", {"learning_rate": learning_rate, "optimizer": values}))
         return super().optim_step(pending, learning_rate=learning_rate, optimizer=optimizer)
 
     def score(self, segments: Sequence[Placed]) -> list[np.ndarray]:
-        self._tell("score", segments)
+        self._send("score", segments)
         return super().score(segments)
 
     def version(self, step: int) -> Version:
-        self._first.tell(Frame("version", {"step": step}))
+        self._first.send(Frame("version", {"step": step}))
         return super().version(step)
 
     def save(
         self, checkpoints: Checkpoints, step: int, *, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     ) -> None:
-        self._first.tell(Frame("save", {"step": step, "manifest": dict(manifest)}, arrays))
+        self._first.send(Frame("save", {"step": step, "manifest": dict(manifest)}, arrays))
         super().save(checkpoints, step, manifest=manifest, arrays=arrays)
 
 
@@ -133,7 +210,7 @@ class Lead:
     def begin(self, config: Config, *, maximum_tokens: int, incarnation: int) -> None:
         """Lets all hosts make their trainers, and read the checkpoint or the model."""
         fields = {"config": to_json(config), "maximum_tokens": maximum_tokens, "incarnation": incarnation}
-        self._first.tell(Frame("begin", fields))
+        self._first.send(Frame("begin", fields))
 
     def trainer(self, **arguments: Any) -> Trainer:
         """arguments: of Trainer."""
@@ -145,7 +222,7 @@ class Lead:
             dtype=trainer.sync_dtype,
             shapes=hf_tensors(trainer.decoder),
             push=self._push,
-            keep=lambda until, steps: self._first.tell(Frame("keep", {"until": until, "steps": steps})),
+            keep=lambda until, steps: self._first.send(Frame("keep", {"until": until, "steps": steps})),
         )
 
     async def _push(self, wanted: PartPush) -> list[PushReport]:
@@ -153,7 +230,7 @@ class Lead:
         return await asyncio.gather(*(self._push_from(index, wanted) for index in self._first.others))
 
     async def _push_from(self, index: int, wanted: PartPush) -> PushReport:
-        reply = await asyncio.wrap_future(self._first.ask(Frame("push", wanted.fields()), to=index))
+        reply = await asyncio.wrap_future(self._first.ask(Frame("push", dataclasses.asdict(wanted)), to=index))
         if "fault" in reply.fields:
             raise FAULTS[reply.fields["fault"]](f"host {index}: {reply.fields['why']}")
         return PushReport(**reply.fields["report"])

@@ -3,7 +3,7 @@
     other -> first   hello {index, ...}     beat*   reply {to, ...}*   stopping {why}   failed {line, code}
     first -> other   welcome {...}          beat*   commands*          end {line, code}
 
-One gRPC stream for each of the others, of frames (frames.py). Each end sends a beat every BEAT_SECONDS; one that hears
+One gRPC stream for each of the others, of frames. Each end sends a beat every BEAT_SECONDS; one that hears
 nothing for SILENCE_SECONDS, or whose stream breaks before `end` or `failed`, has lost the other. A host that is lost
 ends all: the main thread may hang in a computation with it for ever, so the process exits from the line's own thread,
 with the reason, after the functions registered with signals.before_exit(). Time in which this process itself was
@@ -16,21 +16,23 @@ The hosts trust their network, as jax.distributed does: there is no TLS here.
 import concurrent.futures
 import dataclasses
 import itertools
+import json
 import os
 import queue
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import grpc
+import numpy as np
 from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from scalerl_jax.contract.limits import KEEPALIVE_SECONDS, PROXY
 from scalerl_jax.contract.peer_text import printable
-from scalerl_jax.hosts.frames import Frame
 from scalerl_jax.system import signals
 
 BEAT_SECONDS = 1.0
@@ -55,6 +57,33 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 250),
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
+_HEAD = "frame"
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """A message between the hosts: a kind, fields that JSON can hold, and named arrays.
+
+    Its bytes are those of a safetensors file, with kind and fields in a separate tensor: never pickle.
+    """
+
+    kind: str
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        head = json.dumps([self.kind, dict(self.fields)]).encode()
+        return save(
+            {_HEAD: np.frombuffer(head, np.uint8), **{k: np.ascontiguousarray(v) for k, v in self.arrays.items()}}
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Frame":
+        arrays = load(data)
+        kind, fields = json.loads(arrays.pop(_HEAD).tobytes())
+        return cls(kind, fields, arrays)
+
+
 _BEAT = Frame("beat")
 
 
@@ -103,10 +132,10 @@ class _Line:
 
 
 class _Watch:
-    """Calls `check(now)` twice a beat, on a thread; first `excuse(seconds)` if this process was stopped for so long."""
+    """Calls `check(now)` twice a beat, on a thread. Time in which this process was stopped is no silence of a line."""
 
-    def __init__(self, check: Callable[[float], None], excuse: Callable[[float], None]):
-        self._check, self._excuse = check, excuse
+    def __init__(self, check: Callable[[float], None], lines: Callable[[], Iterable[_Line]]):
+        self._check, self._lines = check, lines
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hosts-watch", daemon=True)
         self._thread.start()
@@ -116,7 +145,8 @@ class _Watch:
         while not self._stop.wait(BEAT_SECONDS / 2):
             now = time.monotonic()
             if (late := now - last - BEAT_SECONDS) > BEAT_SECONDS:
-                self._excuse(late)
+                for line in self._lines():
+                    line.heard_at += late
             last = now
             self._check(now)
 
@@ -155,13 +185,13 @@ class FirstHost:
         except RuntimeError:
             raise JoinError(f"port {port} of this host, at which the others are to find it, is taken") from None
         self._server.start()
-        self._watch = _Watch(self._check, self._excuse)
+        self._watch = _Watch(self._check, lambda: list(self._lines.values()))
 
     @property
     def others(self) -> range:
         return range(1, self._count)
 
-    def wait_for_all(self, tell: Callable[[str], None], *, seconds: float = JOIN_SECONDS) -> Mapping[str, Any]:
+    def wait_for_all(self, report: Callable[[str], None], *, seconds: float = JOIN_SECONDS) -> Mapping[str, Any]:
         """Waits for the hello of each of the others; returns the fields that they get. Raises JoinError."""
         until, reported_at = time.monotonic() + seconds, time.monotonic()
         with self._changed:
@@ -173,14 +203,14 @@ class FirstHost:
                     raise JoinError(f"host {', '.join(missing)} of {self._count} did not come within {seconds:.0f} s")
                 if time.monotonic() - reported_at > 30:
                     reported_at = time.monotonic()
-                    tell(f"waiting for host {', '.join(missing)} of {self._count}")
+                    report(f"waiting for host {', '.join(missing)} of {self._count}")
                 self._changed.wait(0.5)
             welcome = self._welcome()
             for line in self._lines.values():
                 line.send(Frame("welcome", welcome))
             return welcome
 
-    def tell(self, frame: Frame, *, to: int | None = None) -> None:
+    def send(self, frame: Frame, *, to: int | None = None) -> None:
         """Sends a frame to one of the others, or to all; in order."""
         for index in self.others if to is None else (to,):
             self._lines[index].send(frame)
@@ -191,7 +221,7 @@ class FirstHost:
         with self._lock:
             number = next(self._numbers)
             self._replies[to, number] = future
-        self.tell(dataclasses.replace(frame, fields={**frame.fields, "number": number}), to=to)
+        self.send(dataclasses.replace(frame, fields={**frame.fields, "number": number}), to=to)
         return future
 
     def end(self, line: str, code: int) -> None:
@@ -274,10 +304,6 @@ class FirstHost:
             if now - line.heard_at > SILENCE_SECONDS and not line.over and not self._ending:
                 self._lost(line, f"has not been heard of for {now - line.heard_at:.0f} s")
 
-    def _excuse(self, seconds: float) -> None:
-        for line in list(self._lines.values()):
-            line.heard_at += seconds
-
     def _lost(self, line: _Line, why: str) -> None:
         line.over = True
         self._end_all(f"{line.name} {why}: {GOES_ON}", LOST)
@@ -317,7 +343,7 @@ class OtherHost:
         self._line.heard_at, self._line.over = time.monotonic(), False
         threading.Thread(target=self._listen, name="first-host", daemon=True).start()
         self._stopping_sent = False
-        self._watch = _Watch(self._check, self._excuse)
+        self._watch = _Watch(self._check, lambda: [self._line])
 
     def welcome(self) -> Mapping[str, Any]:
         """Waits until all hosts have joined. Raises JoinError if this one is refused."""
@@ -398,9 +424,6 @@ class OtherHost:
             line.send(Frame("stopping", {"why": "is told to stop; all hosts save and leave"}))
         if now - line.heard_at > SILENCE_SECONDS and not line.over:
             self._lost(f"has not been heard of for {now - line.heard_at:.0f} s")
-
-    def _excuse(self, seconds: float) -> None:
-        self._line.heard_at += seconds
 
     def _lost(self, why: str) -> None:
         self._line.over = True

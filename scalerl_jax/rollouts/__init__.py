@@ -3,22 +3,20 @@
 fleet         everything below on one thread, behind blocking calls
 pacing        which group may be asked of a server that holds which version, and when a batch may be trained
 group_buffer  groups in flight, ready, pending; which server was asked for what
-requests      builds the requests: ids, seeds, budgets
-candidates    admission of servers
-trust         dismissal of admitted servers; their completions are requested again
+requests      builds the requests: ids, seeds, budgets; checks a completion before it is used
+trust         admission of servers; dismissal of admitted ones: their completions are requested again
 evaluation    one version pinned on some servers
-incarnation   the number by which servers identify this trainer
 status        what the trainer waits for, for how long, how deep the queues are
 servers/      one server seen from the trainer, and all of them
-    client         its heartbeat, and the reactions to it; server_state: its state, and every change of it
-    calls          the requests sent to it
-    upkeep         versions sent to it, and its samples for the probe
+    server_state   its state, and every change of it; the requests sent to it
+    client         its heartbeat, and the reactions to it; versions sent to it, and its samples for the probe
     offences       its offences, and how much work it may hold after them
-    validate       checks a completion before it is used; validate_status: checks a status
-    context        what all clients share, and their callbacks to the fleet
-    pool           the fleet's current servers; discovery: parses --servers; credentials: what servers are shown
+    validate_status  checks a status
+    pool           the fleet's current servers
+    discovery      parses --servers, and reads the credentials that servers are shown
 weights/      versions sent to servers
-    publisher      the versions, and which one each server gets; push: sends one version to one server
-    payload        one version, cut into chunks; deltas: what the last versions changed
+    publisher      the versions, and which one each server gets; the number by which servers identify this trainer
+    push           sends one version to one server; parts: with several hosts each sends its part
+    payload        one version, cut into chunks; what the last versions changed
 parity        whether trainer and generators agree on log-probs, at admission and in all that is delivered
 """

@@ -13,12 +13,15 @@ import time
 from collections.abc import Sequence
 
 from scalerl_jax.environments import Row
-from scalerl_jax.rollouts.errors import EvaluationLost
 from scalerl_jax.rollouts.group_buffer import FinishedGroup, GroupBuffer, finished
 from scalerl_jax.rollouts.pacing import Pinned
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.servers import server_state
 from scalerl_jax.rollouts.servers.client import ServerClient
+
+
+class EvaluationLost(Exception):
+    """Every server that evaluated is gone, and the others hold newer weights: evaluate a newer version instead."""
 
 
 class Evaluation:
@@ -55,20 +58,20 @@ class Evaluation:
         """
         active = [c for c in clients if c.state == server_state.ACTIVE]
         for c in active:
-            if c.evaluation is self and c.step is not None and c.step > self.version:
-                c.release()  # a newer version was on its way when it was chosen
-        working = sum(c.evaluation is self for c in active)
+            if c.evaluation is self.buffer and c.step is not None and c.step > self.version:
+                c.assign(None)  # a newer version was on its way when it was chosen
+        working = sum(c.evaluation is self.buffer for c in active)
         free = [c for c in active if c.evaluation is None and c.step is not None and c.step <= self.version]
         if self.version != latest:
             # A server that is now being brought to a newer version would not stop at this one.
             free = [c for c in free if c.step == self.version or c in done]
         wanted = (self._servers or len(active)) - working
-        for c in sorted(free, key=lambda c: c.calls.in_flight)[: max(0, wanted)]:
-            c.assign(self)
+        for c in sorted(free, key=lambda c: c.in_flight)[: max(0, wanted)]:
+            c.assign(self.buffer)
 
     def lost(self, clients: Sequence[ServerClient], *, latest: int, patience: float) -> bool:
         """Whether it has had no server for `patience` seconds and can get none."""
-        if latest == self.version or any(c.evaluation is self for c in clients):
+        if latest == self.version or any(c.evaluation is self.buffer for c in clients):
             self._orphaned_at = None
             return False
         now = time.monotonic()
@@ -110,8 +113,8 @@ class Evaluations:
                 break
             ended.append(self._queue.popleft())
             for client in clients:
-                if client.evaluation is evaluation:
-                    client.release()
+                if client.evaluation is evaluation.buffer:
+                    client.assign(None)
                     done.append(client)
             if groups is not None:
                 evaluation.future.set_result([finished(group) for group in groups])

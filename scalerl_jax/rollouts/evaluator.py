@@ -18,30 +18,13 @@ from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Row, Score
 from scalerl_jax.environments.episode import Agents
 from scalerl_jax.environments.episode_pool import EpisodePool
-from scalerl_jax.rollouts.errors import ProbeError
 from scalerl_jax.rollouts.fleet import POLL_SECONDS, Fleet
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
-from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.pacing import Pipeline
 from scalerl_jax.rollouts.requests import Requests
-from scalerl_jax.rollouts.servers.context import Servers
-from scalerl_jax.rollouts.servers.validate_status import Expected, compare
-from scalerl_jax.rollouts.weights.publisher import Source
-
-
-def check_server(server: str, status: pb.StatusReply, *, expected: Expected, ours: int, take_over: bool) -> None:
-    """Raises ProbeError if a server cannot be used for this evaluation.
-
-    ours: the incarnation of this evaluation. take_over: also accept a server that holds a trainer's weights.
-    expected.model_config is "" for a model family that only the server's engine knows.
-    """
-    if status.version.incarnation not in (0, ours) and not take_over:
-        raise ProbeError(
-            f"server {server}: holds the weights of a trainer, which would lose it, or of an evaluation before; "
-            "--take takes it all the same"
-        )
-    model_config = expected.model_config or status.model_config
-    compare(server, status, dataclasses.replace(expected, model_config=model_config))
+from scalerl_jax.rollouts.servers.discovery import Servers
+from scalerl_jax.rollouts.servers.validate_status import Expected, ProbeError, compare
+from scalerl_jax.rollouts.weights.publisher import Incarnation, Source
 
 
 class Evaluator:
@@ -55,29 +38,35 @@ class Evaluator:
         expected: Expected,
         requests: Requests,
         score: Callable[[Row, Completion], "Future[Score]"],
+        wait: Callable[[str], None],
         episodes: EpisodePool | None = None,
         agents: Agents | None = None,
         take_over: bool = False,
-        check: Callable[[], None] = lambda: None,
     ):
-        """expected: what every server must have. take_over: also use servers that hold a trainer's weights.
+        """expected: what every server must have; its model_config is "" for a family that only the server's engine
+        knows. take_over: also use servers that hold a trainer's weights.
 
-        check: called during an evaluation; what it raises ends it.
+        wait: called about five times a second during an evaluation, with a line about the servers that are not
+        sampling, or "" if all are; what it raises ends the evaluation.
         """
-        self._samples, self._version = config.evaluation.samples, -1
+        self._samples, self._version, self._wait = config.evaluation.samples, -1, wait
         incarnation = Incarnation(time.time_ns())
 
-        self._check = check
-
-        def met(server: str, status: pb.StatusReply) -> None:
-            check_server(server, status, expected=expected, ours=incarnation.value, take_over=take_over)
+        def check_met(server: str, status: pb.StatusReply) -> None:
+            if status.version.incarnation not in (0, incarnation.value) and not take_over:
+                raise ProbeError(
+                    f"server {server}: holds the weights of a trainer, which would lose it, or of an evaluation "
+                    "before; --take takes it all the same"
+                )
+            model_config = expected.model_config or status.model_config
+            compare(server, status, dataclasses.replace(expected, model_config=model_config))
 
         def nothing(number: int) -> Row:
             raise AssertionError("nothing is trained on")
 
         self._fleet = Fleet(
             config,
-            servers=dataclasses.replace(servers, check=met),
+            servers=dataclasses.replace(servers, check=check_met),
             requests=requests,
             buffer=requests.training_groups(Pipeline(k=1, groups=1, batches=0), nothing, trained=0),
             incarnation=incarnation,
@@ -93,11 +82,9 @@ class Evaluator:
     def __exit__(self, *_: object) -> None:
         self._fleet.close()
 
-    def evaluate(self, weights: Source, rows: Sequence[Row], *, wait: Callable[[str], None]) -> Iterator[FinishedGroup]:
-        """The samples of each row by the policy with these weights (Hugging Face names, sync dtype), in whatever order.
-
-        wait: called about five times a second with a line about the servers that are not sampling, or "" if all are.
-        """
+    def evaluate(self, weights: Source, rows: Sequence[Row]) -> Iterator[FinishedGroup]:
+        """The samples of each row by the policy with these weights (Hugging Face names, sync dtype), in whatever
+        order."""
         self._version += 1
         fleet, done = self._fleet, set[int]()
         fleet.publish(self._version, weights)
@@ -105,14 +92,13 @@ class Evaluator:
             fleet.advance(self._version)
         evaluation = fleet.evaluate(self._version, rows, self._samples)
         while len(done) < len(rows):
-            self._check()
-            for candidate in fleet.candidates.due():
-                fleet.candidates.admit(candidate.process.address)
+            for candidate in fleet.trust.due():
+                fleet.trust.admit(candidate.process.address)
             found = fleet.evaluated(but=done)
             done.update(group.number for group in found)
             yield from found
             servers = fleet.status()["servers"].items()
-            wait(
+            self._wait(
                 "; ".join(
                     f"{name}: {one['reason'] or one['state']}" for name, one in servers if one["state"] != "active"
                 )

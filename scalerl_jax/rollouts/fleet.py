@@ -2,8 +2,8 @@
 
     asyncio loop on a separate thread                           the trainer's thread, blocking calls
       ServerPool               servers come and go                 start, batch, advance, publish, close
-      ServerClient per server  heartbeat, pushes, calls            candidates: due, admit, reject
-      GroupBuffer              groups in flight, ready, pending    trust: dismiss, probe, evaluation
+      ServerClient per server  heartbeat, pushes, calls            trust: due, admit, reject,
+      GroupBuffer              groups in flight, ready, pending           dismiss, probe, evaluation
       Publisher                versions                            evaluate, result
       Teachers                 score completions, too              status, waiting
       Evaluations              one after another
@@ -37,8 +37,6 @@ from scalerl_jax.environments import Row, Score
 from scalerl_jax.environments.episode import AgentRun, Agents, Trajectory
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.rollouts import status
-from scalerl_jax.rollouts.candidates import Candidates
-from scalerl_jax.rollouts.errors import FleetError
 from scalerl_jax.rollouts.evaluation import Evaluation, Evaluations
 from scalerl_jax.rollouts.group_buffer import (
     Call,
@@ -49,18 +47,18 @@ from scalerl_jax.rollouts.group_buffer import (
     RolloutRequest,
     finished,
 )
-from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.loop_thread import LoopThread, on_loop, watched
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.servers import server_state
 from scalerl_jax.rollouts.servers.client import ServerClient
-from scalerl_jax.rollouts.servers.context import ClientContext, ServerEvents, Servers
-from scalerl_jax.rollouts.servers.credentials import Plaintext
+from scalerl_jax.rollouts.servers.discovery import Servers
 from scalerl_jax.rollouts.servers.pool import ServerPool, dispatch
+from scalerl_jax.rollouts.servers.server_state import ClientContext
+from scalerl_jax.rollouts.servers.validate_status import FleetError
 from scalerl_jax.rollouts.teachers import Teachers, teacher_of
 from scalerl_jax.rollouts.trust import Trust
 from scalerl_jax.rollouts.weights.parts import Parts
-from scalerl_jax.rollouts.weights.publisher import Publisher, Source
+from scalerl_jax.rollouts.weights.publisher import Incarnation, Publisher, Source
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -79,8 +77,8 @@ class Fleet:
         episodes: of the environments that have them, in place of `score`; None if none has.
         agents: likewise.
         teachers: also score the training groups' completions; None if there are none.
-        on_event: ("server", {server, state, reason, step}), ("push", {server, step, payload_bytes, ...}) and
-            ("version", {step, changed, delta_bytes, ...}).
+        on_event: ("server", {server, state, reason, step}), ("push", {server, step, payload_bytes, ...}),
+            ("version", {step, changed, delta_bytes, ...}) and ("parity", {server, found, completions, sent_away}).
         observe: called with each plausible status of each server; whether the time since the previous one was an
             evaluation's; whether its counters count from here on only.
         serving: called with whether a server is admitted, at each change and at least every TICK_SECONDS.
@@ -107,20 +105,14 @@ class Fleet:
         if not servers.addresses:
             raise FleetError("no rollout server is given")
         self._config, self._addresses, self._requests, self._buffer = config, servers.addresses, requests, buffer
-        self._on_event, self._plaintext = on_event, Plaintext(servers.credentials)
-        self._serving, self._score, self._episodes = serving, score, episodes
+        self._on_event, self._serving, self._score, self._episodes = on_event, serving, score, episodes
         self._thread = LoopThread("fleet")
         self._scoring_thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fleet-scoring")
         self._agents, self._teachers = agents, teachers
         self._running = dict[AgentRun, tuple[GroupBuffer, GroupInFlight, concurrent.futures.Future]]()
         self._unscored = 0  # completions without their score
         self._something = threading.Event()  # the caller should poll
-        self._pool = ServerPool(make=self._connect, resolve=servers.resolve, fail=self._fail, changed=self._changed)
         self._evaluations = Evaluations()
-        self.candidates = Candidates(self._thread, self._pool, buffer, fail=self._fail)
-        self.trust = Trust(
-            self._thread, self._pool, buffer, self._evaluations, changed=self._changed, event=self._event
-        )
         self._publisher = Publisher(
             incarnation=incarnation,
             chunk_bytes=config.fleet.chunk_bytes,
@@ -129,21 +121,20 @@ class Fleet:
             event=lambda fields: self._event("version", fields),
             parts=parts,
         )
-        self._context = ClientContext(
-            config=config.fleet,
+        context = ClientContext(
+            config=config,
             requests=requests,
             publisher=self._publisher,
-            events=ServerEvents(
-                changed=self._changed,
-                rejected=self.candidates.rejected,
-                observe=observe,
-                event=self._event,
-                fail=self._fail,
-            ),
             incarnation=incarnation,
             servers=servers,
-            probe_completions=config.parity.completions,
+            changed=self._changed,
+            rejected=lambda reason: self.trust.rejected(reason),
+            event=self._event,
+            observe=observe,
+            fail=self._fail,
         )
+        self._pool = ServerPool(context)
+        self.trust = Trust(self._thread, self._pool, buffer, self._evaluations, context)
         self._newest: tuple[int, Source] | None = None
         self._pump_due = False
         self._typical_seconds = 0.0  # running mean, from when a completion was asked for to its arrival
@@ -157,12 +148,9 @@ class Fleet:
         Raises FleetError naming the addresses if none has within fleet.connect_seconds, or if authentication fails with
         each of them; ProbeError if one that answered cannot serve this run.
         """
-        fleet = self._config.fleet
         self._thread.start(self._begin)
         try:
-            self.candidates.wait_for_the_first(
-                connect_seconds=fleet.connect_seconds, status_seconds=fleet.status_seconds
-            )
+            self.trust.wait_for_the_first()
         except BaseException:
             self.close()
             raise
@@ -278,11 +266,7 @@ class Fleet:
         if self._teachers is not None:
             students = functools.partial(self._pool.in_state, server_state.ACTIVE)
             also = self._teachers.begin(self._thread, fail=self._fail, students=students)
-        return [self._pool.discover(self._config.fleet.discovery_seconds), self._tick(), *also]
-
-    def _connect(self, address: str) -> ServerClient:
-        self._plaintext.dial(address)
-        return ServerClient(address, self._context)
+        return [self._pool.discover(), self._tick(), *also]
 
     def _fail(self, error: BaseException) -> None:
         self._thread.fail(error)
@@ -291,7 +275,7 @@ class Fleet:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            self.candidates.expire()
+            self.trust.expire()
             self._changed()
 
     def _publish_newest(self) -> None:
@@ -320,12 +304,12 @@ class Fleet:
     def _begin_wait(self, number: int) -> None:
         assert number == self._buffer.trained < self._buffer.pacing.batches, f"batch {number} is not the next one"
         self._waits = status.BatchWait(number, time.monotonic())
-        self.candidates.begin_wait()
+        self.trust.begin_wait()
 
     @on_loop
     def _pop_if_ready(self, number: int) -> list[GroupInFlight] | None:
         current = self._publisher.latest == self._buffer.trained
-        if current and self._buffer.is_ready(number) and self.candidates.holds_batch():
+        if current and self._buffer.is_ready(number) and self.trust.holds_batch():
             return None
         try:
             groups = self._buffer.pop_batch(number)
@@ -453,18 +437,17 @@ class Fleet:
             self._publish_for_candidates()
         asked = dispatch(active, self._buffer_of, typical_seconds=self._typical_seconds, now=time.monotonic())
         for client, request in asked:
-            watched(self._sample(request, client.calls.generate(request)), self._fail)
+            watched(self._sample(request, client.generate(request)), self._fail)
         if self._agents is not None:
             self._run_agents()
 
     def _buffer_of(self, client: ServerClient) -> GroupBuffer | None:
-        evaluation = client.evaluation
         if client.step is None or client.paused:
             return None
-        if evaluation is None:
+        if client.evaluation is None:
             return self._buffer
-        drained = not client.calls.works_on(self._buffer)
-        return evaluation.buffer if drained and client.step == evaluation.version else None
+        drained = not client.works_on(self._buffer)
+        return client.evaluation if drained and client.step == client.target else None
 
     def _advance_evaluations(self) -> None:
         latest = self._publisher.latest

@@ -37,6 +37,7 @@ If the run samples otherwise the two differ legitimately, and nothing is judged 
 
 import collections
 import dataclasses
+import itertools
 import math
 import statistics
 import time
@@ -134,15 +135,15 @@ class Probe:
         call raises ProbeError.
         """
         admitted = []
-        for candidate in fleet.candidates.due():
+        for candidate in fleet.trust.due():
             samples = [(prompt.token_ids, completion) for prompt, completion in candidate.samples]
             found = mismatch(samples, self.score(samples))
             server, what = candidate.process.address, self._too_far(found)
             if what:
-                fleet.candidates.reject(server, f"server {server}: {what}")
+                fleet.trust.reject(server, f"server {server}: {what}")
             else:
                 admitted.append((server, found))
-                fleet.candidates.admit(server)
+                fleet.trust.admit(server)
         return admitted
 
     def compare_again(
@@ -414,11 +415,9 @@ class Parity:
         probed = self._fleet.trust.probed()
         if probed:
             samples = [[(prompt.token_ids, completion) for prompt, completion in one.samples] for one in probed]
-            together = self._probe.score([sample for some in samples for sample in some])
-            at = 0
+            together = iter(self._probe.score([sample for some in samples for sample in some]))
             for one, some in zip(probed, samples):
-                scores = together[at : at + len(some)]
-                at += len(some)
+                scores = list(itertools.islice(together, len(some)))
                 why = self._probe.compare_again(some, scores, version=version)
                 tries = self._due.pop(one.process, 0)
                 if why is None:  # the trainer has moved on meanwhile

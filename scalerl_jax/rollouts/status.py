@@ -36,7 +36,7 @@ def waiting(waits: BatchWait | None, buffer: GroupBuffer, clients: Sequence[Serv
         text += f"; oldest {_group(missing[0], now)}"
     elif unopened:
         text += f"; group {buffer.next_number} not asked for yet"
-    in_flight = sum(c.calls.in_flight for c in clients)
+    in_flight = sum(c.in_flight for c in clients)
     queued = sum(c.status.queued for c in clients if c.state == server_state.ACTIVE)
     text += f"; in flight {in_flight} completions, queued {queued}, pending {buffer.pending()}, unscored {unscored}"
     counts = collections.Counter(c.state for c in clients)
@@ -128,7 +128,7 @@ def status(
         "next_group": buffer.next_number,
         "groups_in_flight": len(buffer.in_flight),
         "groups_ready": len(buffer.ready),
-        "in_flight": sum(c.calls.in_flight for c in clients),
+        "in_flight": sum(c.in_flight for c in clients),
         "pending": buffer.pending(),
         "unscored": unscored,
         "evaluation": None if evaluation is None else _evaluation(evaluation),
@@ -154,7 +154,7 @@ def _server(c: ServerClient, now: float) -> dict[str, Any]:
         "state_seconds": now - c.state_since,
         "step": c.step,
         "evaluating": c.evaluation is not None,
-        "in_flight": c.calls.in_flight,
+        "in_flight": c.in_flight,
         "completions_per_second": c.completions_per_second(now),
         "slots": c.status.slots,
         "busy_slots": c.status.busy_slots,

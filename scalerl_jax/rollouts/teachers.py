@@ -36,11 +36,9 @@ from scalerl_jax.contract.codec import TeacherScores
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments import Row
 from scalerl_jax.learner.batch import prompt_of
-from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.loop_thread import LoopThread, on_loop, watched
-from scalerl_jax.rollouts.servers import credentials
 from scalerl_jax.rollouts.servers.client import ServerClient
-from scalerl_jax.rollouts.servers.discovery import Discovery
+from scalerl_jax.rollouts.servers.discovery import Discovery, Relisting, read_credentials
 from scalerl_jax.rollouts.servers.teacher_server import (
     OTHER_TOKENIZER,
     PAUSE_SECONDS,
@@ -49,7 +47,7 @@ from scalerl_jax.rollouts.servers.teacher_server import (
     taken_nothing,
     vocabulary_of,
 )
-from scalerl_jax.rollouts.servers.validate_status import Expected
+from scalerl_jax.rollouts.servers.validate_status import Expected, FleetError, ProbeError
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +81,7 @@ def where_of(config: Config, rows: Sequence[Row], expected: Expected) -> dict[st
             raise ValueError(f"{field}={text}: no such folder")
         else:
             listed = Discovery(text, field=field)
-            shown = credentials.read(config.fleet, name=listed.name)
+            shown = read_credentials(config.fleet, name=listed.name)
             found[name] = Where(listed.resolve(), listed.resolve if listed.changes else None, credentials=shown)
     named = {teacher_of(config, row) for row in rows}
     if found and named <= {""}:
@@ -220,11 +218,11 @@ class Teachers:
         """Scores by the policy that a generator of the run holds; tries another generator after a failure."""
         seconds, failed = self._config.distill.seconds, ""
         while True:
-            free = [client for client in self._students() if client.calls.scores < STUDENT_CALLS]
-            client = min(free, key=lambda client: (client.address == failed, client.calls.scores), default=None)
+            free = [client for client in self._students() if client.scores < STUDENT_CALLS]
+            client = min(free, key=lambda client: (client.address == failed, client.scores), default=None)
             if client is not None:
                 failed = client.address
-                if (scores := await client.calls.score(request, seconds=seconds)) is not None:
+                if (scores := await client.score(request, seconds=seconds)) is not None:
                     self._freed.set()
                     return scores
             self._freed.clear()
@@ -269,13 +267,14 @@ class _Teacher:
         self._servers: dict[str, TeacherServer] = {}
         self._queue: list[_Sequence] = []
         self._lost = True  # no server can be asked
-        self._complaint = ""
 
     async def run(self) -> None:
         """Runs until cancelled."""
         fleet = self._context.config.fleet
         self._list(self._where.addresses)
-        began = time.monotonic()
+        began, resolve = time.monotonic(), self._where.resolve
+        warning = "%s; the teacher's servers stay as they are"
+        listed = Relisting(resolve, warning) if resolve is not None else None
         while True:
             await asyncio.sleep(min(fleet.discovery_seconds, fleet.connect_seconds))
             if not any(server.heard for server in self._servers.values()):
@@ -284,17 +283,8 @@ class _Teacher:
                     raise FleetError(f"teacher {self.name}: no server answers at {tried}: is scalerl-serve running?")
             else:
                 began = math.inf
-            if self._where.resolve is not None:
-                await self._look(self._where.resolve)
-
-    async def _look(self, resolve: Callable[[], Sequence[str]]) -> None:
-        try:
-            self._list(await asyncio.get_running_loop().run_in_executor(None, resolve))
-            self._complaint = ""
-        except ValueError as error:
-            if str(error) != self._complaint:
-                _log.warning("%s; the teacher's servers stay as they are", error)
-            self._complaint = str(error)
+            if listed is not None and (addresses := await listed.read()) is not None:
+                self._list(addresses)
 
     def _list(self, addresses: Sequence[str]) -> None:
         for address in set(self._servers) - set(addresses):
@@ -315,7 +305,7 @@ class _Teacher:
     def _pump(self) -> None:
         """Sends waiting sequences to every server that may be asked."""
         now, admitted = time.monotonic(), [s for s in self._servers.values() if s.admitted]
-        self._say_whether_lost(bool(admitted))
+        self._log_whether_lost(bool(admitted))
         while self._queue:
             free = [s for s in admitted if len(s.calls) < CALLS and s.free_at <= now]
             for server in sorted(free, key=lambda s: s.load):
@@ -358,7 +348,7 @@ class _Teacher:
         self.row["asked_again"] += len(sequences)
         self._pump()
 
-    def _say_whether_lost(self, there: bool) -> None:
+    def _log_whether_lost(self, there: bool) -> None:
         if self._lost == there:
             self._lost = not there
             if there:

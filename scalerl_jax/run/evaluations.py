@@ -9,7 +9,7 @@ from typing import Any
 
 from scalerl_jax.config import Config
 from scalerl_jax.environments import Row
-from scalerl_jax.rollouts.errors import EvaluationLost
+from scalerl_jax.rollouts.evaluation import EvaluationLost
 from scalerl_jax.rollouts.fleet import Fleet
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from scalerl_jax.run.folder import RunFolder

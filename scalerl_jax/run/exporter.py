@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from scalerl_jax.rollouts.errors import FleetError
+from scalerl_jax.rollouts.servers.validate_status import FleetError
 from scalerl_jax.run.alarms import SIGNS
 from scalerl_jax.run.collapse import COLLAPSE
 from scalerl_jax.run.ledger_file import CLASSES

@@ -18,16 +18,13 @@ from scalerl_jax.learner.make_trainer import lora_of
 from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_config
 from scalerl_jax.model.lora import read_adapter
 from scalerl_jax.model.safetensors_folder import Tensors
-from scalerl_jax.rollouts import candidates
 from scalerl_jax.rollouts import teachers as teachers_lib
-from scalerl_jax.rollouts.errors import ProbeError
+from scalerl_jax.rollouts import trust
 from scalerl_jax.rollouts.parity import LIMITS_WITH_EXPERTS
-from scalerl_jax.rollouts.requests import Requests
-from scalerl_jax.rollouts.servers import credentials, teacher_server
-from scalerl_jax.rollouts.servers.context import Servers
-from scalerl_jax.rollouts.servers.discovery import Discovery
-from scalerl_jax.rollouts.servers.validate import Routed
-from scalerl_jax.rollouts.servers.validate_status import Expected, compare
+from scalerl_jax.rollouts.requests import Requests, Routed
+from scalerl_jax.rollouts.servers import teacher_server
+from scalerl_jax.rollouts.servers.discovery import Discovery, Servers, read_credentials
+from scalerl_jax.rollouts.servers.validate_status import Expected, ProbeError, compare
 from scalerl_jax.run import continuing, inputs
 from scalerl_jax.run.folder import RunFolder
 
@@ -47,7 +44,7 @@ def given_servers(config: Config, text: str) -> GivenServers:
     """text: the value of --servers."""
     listed = Discovery(text) if text else None
     addresses = listed.resolve() if listed is not None else ()
-    shown = credentials.read(config.fleet, name=listed.name if listed is not None else "")
+    shown = read_credentials(config.fleet, name=listed.name if listed is not None else "")
     if listed is None and shown.authority:
         raise ValueError("config.fleet.tls_authority: requires --servers; local ones are reached without TLS")
     return GivenServers(addresses, shown, listed.resolve if listed is not None and listed.changes else None)
@@ -90,7 +87,7 @@ class Setup:
         serve. Raises FleetError if none of them can ever be used. seconds: limit for a status."""
         given = self.servers
         if given.addresses:
-            candidates.check_servers(given.addresses, given.credentials, self.check, seconds=seconds)
+            trust.check_servers(given.addresses, given.credentials, self.check, seconds=seconds)
         for name, where in self.teachers.items():
 
             def check(server: str, status: pb.StatusReply, name: str = name) -> None:
@@ -98,7 +95,7 @@ class Setup:
                     raise ProbeError(f"teacher {name}, server {server}: {fault}")
 
             if where.addresses:
-                candidates.check_servers(where.addresses, where.credentials, check, seconds=seconds)
+                trust.check_servers(where.addresses, where.credentials, check, seconds=seconds)
         return {name: where.folder for name, where in self.teachers.items() if where.folder}
 
     def teachers_at(

@@ -30,8 +30,7 @@ from scalerl_jax.gateway.command import access, listening_socket, names_of_model
 from scalerl_jax.gateway.generators import Generators, NoServer
 from scalerl_jax.gateway.server import check_installed
 from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_config
-from scalerl_jax.rollouts.servers import credentials
-from scalerl_jax.rollouts.servers.discovery import Discovery
+from scalerl_jax.rollouts.servers.discovery import Discovery, read_credentials
 from scalerl_jax.run import continuing
 from scalerl_jax.run.folder import acquire_lock, explain_write_errors
 from scalerl_jax.system import signals
@@ -55,7 +54,7 @@ def main(config: Config, arguments: list[str]) -> None:
         if longest > config.learner.seq_len + 1:
             raise ValueError(f"--maximum_tokens={longest}: above config.learner.seq_len={config.learner.seq_len}")
         listed = Discovery(FLAGS.servers) if FLAGS.servers else None
-        shown = credentials.read(config.fleet, name=listed.name if listed is not None else "")
+        shown = read_credentials(config.fleet, name=listed.name if listed is not None else "")
         entry.check_out("--workdir", FLAGS.workdir)
     os.makedirs(FLAGS.workdir, exist_ok=True)
 

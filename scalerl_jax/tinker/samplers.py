@@ -26,8 +26,8 @@ from scalerl_jax.contract.codec import Completion, GroupRequest, ScoreRequest, S
 from scalerl_jax.gateway.generators import MOST_TRIES, Full, Generators, Lost, NoServer, Server
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.safetensors_folder import Tensors
-from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.weights import payload as payload_lib
+from scalerl_jax.rollouts.weights.publisher import Incarnation
 from scalerl_jax.rollouts.weights.push import Push, PushRefused
 
 T = TypeVar("T")

@@ -53,9 +53,8 @@ from scalerl_jax.model import init_params
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.model.tensor_layout import hf_tensors
-from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.weights import payload as payload_lib
-from scalerl_jax.rollouts.weights.publisher import Publisher
+from scalerl_jax.rollouts.weights.publisher import Incarnation, Publisher
 from tests.support.replay.engine import ReplayEngine
 from tests.support.replay.scripts import Scripted
 

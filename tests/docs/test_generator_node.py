@@ -27,8 +27,7 @@ from scalerl_jax.contract.security import PLAIN, connect
 from scalerl_jax.contract.weight_delta import Change, WeightDelta, digest, encode
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.tensor_layout import hf_tensors
-from scalerl_jax.rollouts.incarnation import Incarnation
-from scalerl_jax.rollouts.weights.publisher import Publisher
+from scalerl_jax.rollouts.weights.publisher import Incarnation, Publisher
 from scalerl_jax.rollouts.weights.push import FullSyncNeeded
 from tests.support.chat_folders import chat_folder
 from tests.support.models import random_tensors, toy_decoder, write_folder

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from scalerl_jax.hosts import link
-from scalerl_jax.hosts.frames import Frame
-from scalerl_jax.hosts.link import LOST, FirstHost, JoinError, OtherHost
+from scalerl_jax.hosts.link import LOST, FirstHost, Frame, JoinError, OtherHost
 from tests.support.ports import hold, port_of
 from tests.support.processes import SECONDS as ENDS
 from tests.support.processes import begin_python
@@ -57,7 +56,7 @@ def test_commands_come_in_order_and_replies_to_who_asked(joined) -> None:
     first, others = joined
     array = np.arange(6, dtype=np.int16).reshape(2, 3)
     for number in range(50):
-        first.tell(Frame("do", {"number": number}, {"array": array + number}))
+        first.send(Frame("do", {"number": number}, {"array": array + number}))
     asked = [first.ask(Frame("say", {"what": index}), to=index) for index in (1, 2)]
     for other in others:
         for number in range(50):
@@ -85,8 +84,8 @@ def test_some_commands_do_not_wait_for_those_before_them(joined) -> None:
     first, (other, _) = joined
     came = threading.Event()
     other.on("now", lambda frame: came.set())
-    first.tell(Frame("later"), to=1)
-    first.tell(Frame("now"), to=1)
+    first.send(Frame("later"), to=1)
+    first.send(Frame("now"), to=1)
     assert came.wait(SECONDS)
     assert other.next().kind == "later"
 

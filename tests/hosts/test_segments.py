@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_jax.contract.codec import TeacherScores
-from scalerl_jax.hosts import frames as segments_lib
-from scalerl_jax.hosts.frames import MORE, Frame, Received, frames
+from scalerl_jax.hosts import lead
+from scalerl_jax.hosts.lead import MORE, Received, frames
+from scalerl_jax.hosts.link import Frame
 from scalerl_jax.learner.packing import Elsewhere, Segment, first_fit, pack, positions_of
 
 LENGTH, ROWS, HOSTS, K = 32, 4, 2, 3
@@ -47,7 +48,7 @@ def test_all_hosts_together_pack_the_batch(
     whole, places = pack(segments, beside=others, **layout)
     where = first_fit([positions_of(one) for one in every], length=LENGTH, beside=len(others), most=most)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments_lib, "FRAME_BYTES", limit)
+        patch.setattr(lead, "FRAME_BYTES", limit)
         for host in range(HOSTS):
             rows = range(host * ROWS // HOSTS, (host + 1) * ROWS // HOSTS)
             wanted = {place for place, (row, _) in enumerate(where) if row % ROWS in rows}

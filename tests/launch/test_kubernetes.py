@@ -19,7 +19,7 @@ from launch.settings import Settings
 from scalerl_jax.config_io import load_file, parse_argv, read_argv
 from scalerl_jax.environments import sandbox_command
 from scalerl_jax.hosts import rank
-from scalerl_jax.rollouts.servers.calls import free_capacity
+from scalerl_jax.rollouts.servers.offences import free_capacity
 from tests.launch.launched import LAUNCHES, by_kind, documents, flags_of, launch
 from tests.launch.manifests import faults
 from tests.support.paths import ROOT

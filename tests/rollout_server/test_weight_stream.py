@@ -18,9 +18,8 @@ from rollout_server.engines.engine import Engine
 from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk
-from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.weights.payload import Payload
-from scalerl_jax.rollouts.weights.publisher import Publisher
+from scalerl_jax.rollouts.weights.publisher import Incarnation, Publisher
 from scalerl_jax.rollouts.weights.push import FullSyncNeeded, PushReport
 from tests.rollout_server.client import INCARNATION, SECONDS, Served, long_group, serving
 from tests.rollout_server.engine_weights import weight_bits

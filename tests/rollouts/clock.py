@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from scalerl_jax.rollouts import candidates, fleet, status
-from scalerl_jax.rollouts.servers import calls, client, pool, server_state, upkeep
+from scalerl_jax.rollouts import fleet, status, trust
+from scalerl_jax.rollouts.servers import client, pool, server_state
 
-MODULES: tuple[ModuleType, ...] = (calls, candidates, client, fleet, pool, server_state, status, upkeep)
+MODULES: tuple[ModuleType, ...] = (client, fleet, pool, server_state, status, trust)
 
 
 class Clock:

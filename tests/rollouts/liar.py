@@ -3,7 +3,9 @@
     with Liar() as liar:
         liar.status = change            a function of each StatusReply, in place or a new one (bytes: sent as they are;
                                         a code and words: the call ends with them)
-        liar.generate = serve           async def serve(request, context, honest): instead of the honest answer
+        liar.generate = serve           async def serve(request, context, honest): instead of the honest answer; to
+                                        anything but the probe
+        liar.probe = serve              likewise, to the probe
         liar.push = receive             async def receive(context, honest)
         liar.score = change             a function of each ScoreReply of ScoreMany, and of its request
 
@@ -49,6 +51,7 @@ class Liar:
         self._script = Scripted(vocabulary=VOCABULARY, mean_tokens=mean_tokens)
         self.status: Callable[[pb.StatusReply], Any] = lambda reply: reply
         self.generate: Callable[..., Awaitable[None]] = lambda request, context, honest: honest(request, context)
+        self.probe = self.generate
         self.push: Callable[..., Awaitable[None]] = lambda context, honest: honest(None, context)
         self.score: Callable[[pb.ScoreReply, pb.ScoreRequest], Any] = lambda reply, request: reply
         self.calls: collections.Counter[str] = collections.Counter()
@@ -100,7 +103,8 @@ class Liar:
         async def generate(request: pb.GenerateRequest, context: Any) -> None:
             self.calls["Generate"] += 1
             self.asked.append(request)
-            await self.generate(request, context, self.service.Generate)
+            serve = self.probe if is_probe(request) else self.generate
+            await serve(request, context, self.service.Generate)
 
         async def push(request: Any, context: Any) -> None:
             self.calls["PushWeights"] += 1
@@ -133,6 +137,11 @@ class Liar:
 
 def _bytes(message: Any) -> bytes:
     return message if isinstance(message, bytes) else message.SerializeToString()
+
+
+async def never(request: pb.GenerateRequest, context: Any, honest: Any) -> None:
+    """An answer that does not come."""
+    await asyncio.Event().wait()
 
 
 def is_probe(request: pb.GenerateRequest) -> bool:

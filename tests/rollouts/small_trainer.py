@@ -17,13 +17,14 @@ from scalerl_jax.environments import Row, Score
 from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.rollouts import pacing as pacing_lib
-from scalerl_jax.rollouts.fleet import Fleet, Servers
+from scalerl_jax.rollouts.fleet import Fleet
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
-from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.parity import Probe
 from scalerl_jax.rollouts.requests import Requests
+from scalerl_jax.rollouts.servers.discovery import Servers
 from scalerl_jax.rollouts.servers.validate_status import Expected, compare
 from scalerl_jax.rollouts.teachers import Teachers
+from scalerl_jax.rollouts.weights.publisher import Incarnation
 from tests.rollouts.replay_server import hold_file, read_dump
 from tests.support.replay.scripts import Scripted
 from tests.support.servers import ServerProcess

@@ -7,7 +7,7 @@ import itertools
 import grpc
 import pytest
 
-from tests.rollouts.liar import is_probe
+from tests.rollouts.liar import never
 from tests.rollouts.small_trainer import Trainer, config
 from tests.rollouts.test_fleet import states_seen
 from tests.rollouts.test_liars import logged, quick_end
@@ -67,15 +67,10 @@ LOST, REFUSED = "is lost repeatedly", "weight update failed"
 def test_a_server_that_comes_and_goes_is_sent_away(liar, honest, monkeypatch, made, kinds):
     """What it delivers in between would count for it, so it delivers nothing."""
 
-    async def nothing(request, context, honest):
-        if is_probe(request):
-            return await honest(request, context)
-        await asyncio.Event().wait()
-
     quick_end(monkeypatch)
     with Trainer(config(), [liar, honest]) as trainer:
         trainer.admit_until(lambda: honest.address in trainer.admitted)
-        liar.status, liar.generate = made(), nothing
+        liar.status, liar.generate = made(), never
 
         def sent_away() -> bool:
             seen = states_seen(trainer, liar)
@@ -105,8 +100,7 @@ def test_a_trainer_that_was_stopped_holds_it_against_nobody(liar, clock, caplog,
     stopped, go_on = [], asyncio.Event()
 
     async def later(request, context, honest):
-        if not is_probe(request):
-            await go_on.wait()
+        await go_on.wait()
         await honest(request, context)
 
     def stop(reply):

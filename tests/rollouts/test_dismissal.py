@@ -7,12 +7,11 @@ import pytest
 
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.learner.batch import sums_of
-from scalerl_jax.rollouts.errors import FleetError
 from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.parity import FEWEST_TOKENS, Judge, Parity, Scored
+from scalerl_jax.rollouts.servers.client import SAMPLES_NOT
 from scalerl_jax.rollouts.servers.server_state import Probed
-from scalerl_jax.rollouts.servers.upkeep import SAMPLES_NOT
-from scalerl_jax.rollouts.servers.validate_status import Expected
+from scalerl_jax.rollouts.servers.validate_status import Expected, FleetError
 from tests.rollouts.small_trainer import Trainer, config, row, weights
 from tests.rollouts.test_fleet import states_seen
 from tests.support.waiting import eventually
@@ -147,7 +146,7 @@ def test_in_mid_phase_the_only_server_that_has_groups_may_be_sent_away(start):
         groups = trainer.fleet.batch(trainer.version, trainer.wait)
         late.start()
         eventually(lambda: trainer.states()[late.address] == "candidate")
-        assert trainer.fleet.candidates.due() == []  # it holds the phase's version
+        assert trainer.fleet.trust.due() == []  # it holds the phase's version
         assert trainer.fleet.trust.dismiss(groups[0].servers[0][0][0].process, WHY) > 0
         again = trainer.fleet.batch(trainer.version, trainer.wait)
         assert names(again) == names(groups)
@@ -230,7 +229,7 @@ class Probes:
     """Two servers of a fleet that the trainer's thread sees; `samples`: what has come, by server."""
 
     def __init__(self, *processes):
-        self.trust = self.candidates = self
+        self.trust = self
         self._processes, self.samples, self.asked = processes, {}, []
 
     def due(self):

@@ -4,10 +4,10 @@ import concurrent.futures
 
 import pytest
 
-from scalerl_jax.rollouts.errors import EvaluationLost
+from scalerl_jax.rollouts.evaluation import EvaluationLost
 from scalerl_jax.rollouts.evaluator import Evaluator
-from scalerl_jax.rollouts.fleet import Servers
 from scalerl_jax.rollouts.requests import Requests
+from scalerl_jax.rollouts.servers.discovery import Servers
 from scalerl_jax.rollouts.servers.validate_status import Expected
 from tests.rollouts.small_trainer import VOCABULARY, ByteTokenizer, Trainer, config, row, score, weights
 from tests.support.waiting import eventually
@@ -217,18 +217,16 @@ def test_every_evaluation_asks_for_the_same(start):
         assert all(places[0][name] == places[1][name] for name in both)
 
 
-def test_an_evaluator_ends_by_what_its_check_raises(start):
+def test_an_evaluator_ends_by_what_its_wait_raises(start):
     """As that of local servers of which one cannot be restarted."""
     servers, made, lines = start(BRISK), config(), []
     hold_back(servers, 0)
 
-    def check() -> None:
-        if lines:
-            raise RuntimeError("server 0 cannot be restarted")
-
     def wait(line: str) -> None:
-        assert not lines, "it went on"
+        assert len(lines) < 2, "it went on"
         lines.append(line)
+        if len(lines) == 2:
+            raise RuntimeError("server 0 cannot be restarted")
 
     with concurrent.futures.ThreadPoolExecutor(1) as scorers:
         evaluator = Evaluator(
@@ -237,9 +235,9 @@ def test_an_evaluator_ends_by_what_its_check_raises(start):
             expected=Expected("replay", "{}", "float32"),
             requests=Requests(made, ByteTokenizer()),
             score=lambda row, completion: scorers.submit(score, row, completion),
+            wait=wait,
             take_over=True,
-            check=check,
         )
         with evaluator, pytest.raises(RuntimeError, match="cannot be restarted"):
-            list(evaluator.evaluate(weights(0), HELD_OUT, wait=wait))
+            list(evaluator.evaluate(weights(0), HELD_OUT))
     let_go(servers)

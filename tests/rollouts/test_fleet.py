@@ -305,9 +305,7 @@ def test_a_server_whose_connection_is_closed_is_asked_for_nothing(start):
     with Trainer(config(), start(SLOW, SLOW)) as trainer:
         trainer.admit_all()
         clients = trainer.fleet._pool.clients
-        assert any(
-            c.calls.capacity(group_size=1, typical_seconds=0.0, now=0.0)[0] + c.calls.in_flight > 0 for c in clients
-        )
-    assert [(c.calls.in_flight, c.calls.capacity(group_size=1, typical_seconds=0.0, now=0.0)) for c in clients] == [
+        assert any(c.capacity(group_size=1, typical_seconds=0.0, now=0.0)[0] + c.in_flight > 0 for c in clients)
+    assert [(c.in_flight, c.capacity(group_size=1, typical_seconds=0.0, now=0.0)) for c in clients] == [
         (0, (0, False)), (0, (0, False))
     ]  # fmt: skip

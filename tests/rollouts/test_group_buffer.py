@@ -11,18 +11,27 @@ from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments.base import RIGHT, WRONG, Row
 from scalerl_jax.environments.episode import AgentRun, Trajectory
 from scalerl_jax.rollouts.group_buffer import Call, GroupBuffer, GroupInFlight, Process, RolloutRequest, finished
-from scalerl_jax.rollouts.pacing import Phased, Pipeline
+from scalerl_jax.rollouts.pacing import Pacing, Phased, Pipeline
 from tests.rollouts.simulator import Faults, Simulation
 
 SIZE = 2
 
 
-def make(batches: int = 3) -> GroupBuffer:
-    def open_group(number: int) -> GroupInFlight:
-        return GroupInFlight(number, f"train/{number}", Row(""), tuple(CompletionRequest(i, i) for i in range(SIZE)))
+PIPELINE = Pipeline(k=2, groups=2, batches=3)
 
-    pacing = Pipeline(k=2, groups=2, batches=batches)
-    return GroupBuffer(pacing=pacing, open_group=open_group, group_size=SIZE, trained=0, agents=1)
+
+def make(
+    pacing: Pacing = PIPELINE, *, agents: int = 1, of_agents: bool = False, prompts: int | None = None
+) -> GroupBuffer:
+    """of_agents: each group's completions are agents' runs. prompts: how many there are; None: no end of them."""
+
+    def open_group(number: int) -> GroupInFlight:
+        if number == prompts:
+            raise ValueError("no prompt is left")
+        requests = tuple(CompletionRequest(i, i) for i in range(SIZE))
+        return GroupInFlight(number, f"train/{number}", Row("", agent=of_agents), requests)
+
+    return GroupBuffer(pacing=pacing, open_group=open_group, group_size=SIZE, trained=0, agents=agents)
 
 
 def ask(buffer: GroupBuffer, server: str, *, room: int = SIZE, alone: bool = False) -> RolloutRequest | None:
@@ -140,12 +149,7 @@ def test_whatever_is_taken_back_every_group_is_trained_once(seed, k, groups, ser
 
 
 def test_an_agent_of_which_a_turn_is_taken_back_begins_again():
-    def open_group(number: int) -> GroupInFlight:
-        requests = tuple(CompletionRequest(i, i) for i in range(SIZE))
-        return GroupInFlight(number, f"train/{number}", Row("", agent=True), requests)
-
-    pacing = Pipeline(k=2, groups=2, batches=3)
-    buffer = GroupBuffer(pacing=pacing, open_group=open_group, group_size=SIZE, trained=0, agents=3)
+    buffer = make(agents=3, of_agents=True)
     assert ask(buffer, "a:1") is None  # a group of agents asks for nothing itself
     (group, first), (_, second) = buffer.start_agents()
     assert ask(buffer, "a:1") is None and not buffer.start_agents()  # two more would be four
@@ -185,14 +189,7 @@ def test_what_was_trained_cannot_be_trained_again():
 
 
 def test_a_phase_whose_prompts_run_out_ends_with_the_last_batch_that_is_whole():
-    def open_group(number: int) -> GroupInFlight:
-        if number == 3:
-            raise ValueError("no prompt is left")
-        return GroupInFlight(number, f"train/{number}", Row(""), tuple(CompletionRequest(i, i) for i in range(SIZE)))
-
-    buffer = GroupBuffer(
-        pacing=Phased(k=2, groups=2, batches=4), open_group=open_group, group_size=SIZE, trained=0, agents=1
-    )
+    buffer = make(Phased(k=2, groups=2, batches=4), prompts=3)
     requests = [ask(buffer, "a:1") for _ in range(3)]
     assert ask(buffer, "a:1") is None and buffer.pop_batch(0) is None  # the phase's last groups are in flight
     for request in requests:

@@ -8,10 +8,10 @@ import pytest
 
 from scalerl_jax.contract import limits
 from scalerl_jax.contract import rollout_pb2 as pb
-from scalerl_jax.rollouts.errors import FleetError
 from scalerl_jax.rollouts.servers import offences
+from scalerl_jax.rollouts.servers.validate_status import FleetError
 from tests.rollouts.clock import waits_for_one
-from tests.rollouts.liar import Liar, is_probe
+from tests.rollouts.liar import Liar, is_probe, never
 from tests.rollouts.small_trainer import Trainer, config
 from tests.rollouts.test_fleet import states_seen
 from tests.support.waiting import eventually
@@ -77,9 +77,8 @@ def test_slow_completions_are_waited_for_while_the_server_gets_on(liar, clock):
         return tokens(reply)
 
     async def slowly(request, context, honest):
-        if not is_probe(request):
-            held.append(request.group_id)
-            await go_on.wait()
+        held.append(request.group_id)
+        await go_on.wait()
         await honest(request, context)
 
     liar.status, liar.generate = status, slowly
@@ -96,8 +95,6 @@ def test_one_lost_completion_is_asked_for_again(liar, clock, caplog):
     lost, others, stuck = [], [], []
 
     async def lose_one(request, context, honest):
-        if is_probe(request):
-            return await honest(request, context)
         if lost:
             others.append(request)
             try:
@@ -133,13 +130,7 @@ def test_one_lost_completion_is_asked_for_again(liar, clock, caplog):
 
 def test_a_server_that_only_pretends_to_sample_is_sent_away(liar, honest, clock, monkeypatch, caplog):
     quick_end(monkeypatch)
-
-    async def nothing(request, context, honest):
-        if is_probe(request):
-            return await honest(request, context)
-        await asyncio.Event().wait()
-
-    liar.status, liar.generate = gets_on(), nothing
+    liar.status, liar.generate = gets_on(), never
     made = config(fleet_stall_seconds=60.0, fleet_slowest_tokens_per_second=1000.0)
     with Trainer(made, [liar, honest]) as trainer:
         trainer.admit_all()
@@ -177,14 +168,7 @@ def test_the_last_slot_goes_in_mid_run(liar, honest, monkeypatch):
 
 def test_a_claim_is_not_believed_before_something_is_delivered(liar, honest):
     """4,096 slots and no answers: it holds one group, the others are trained without it."""
-    go_on = []
-
-    async def wait(request, context, honest):
-        if is_probe(request) or go_on:
-            return await honest(request, context)
-        await asyncio.Event().wait()
-
-    liar.status, liar.generate = claim(4096, 4096), wait
+    liar.status, liar.generate = claim(4096, 4096), never
     with Trainer(config(pacing_max_buffered_batches=100.0), [liar, honest]) as trainer:
         trainer.admit_all()
         eventually(lambda: trainer.server(liar)["in_flight"])
@@ -219,8 +203,6 @@ def refusing(code: grpc.StatusCode, words: str):
     """Every call but the probe's ends so."""
 
     async def generate(request, context, honest):
-        if is_probe(request):
-            return await honest(request, context)
         await context.abort(code, words)
 
     return generate
@@ -233,8 +215,6 @@ long_words = refusing(grpc.StatusCode.INTERNAL, "x" * 20_000)  # what gRPC makes
 
 
 async def long_message(request, context, honest):
-    if is_probe(request):
-        return await honest(request, context)
     await context.write(bytes(2 * 2**20))
 
 
@@ -258,13 +238,11 @@ def aborted(message):
 
 
 async def all_aborted(request, context, honest):
-    await honest(request, context if is_probe(request) else _Changed(context, aborted))
+    await honest(request, _Changed(context, aborted))
 
 
 async def the_same_again_and_again(request, context, honest):
     """Nothing but the first one, for ever."""
-    if is_probe(request):
-        return await honest(request, context)
     first = []
 
     def keep(message):
@@ -327,8 +305,6 @@ def test_the_call_ends_when_all_is_there(liar, honest, caplog):
     ended, more = [], []
 
     async def go_on(request, context, honest):
-        if is_probe(request):
-            return await honest(request, context)
         written = []
 
         def keep(message):
@@ -358,12 +334,6 @@ UNDECODABLE = b"\xff\xff\xff"
 
 
 async def garbage(request, context, honest):
-    if is_probe(request):
-        return await honest(request, context)
-    await context.write(UNDECODABLE)
-
-
-async def garbage_for_the_probe(request, context, honest):
     await context.write(UNDECODABLE)
 
 
@@ -376,7 +346,7 @@ def test_completions_that_cannot_be_decoded(liar, honest, caplog):
 
 
 def test_samples_that_cannot_be_decoded(liar, honest, caplog):
-    liar.generate = garbage_for_the_probe
+    liar.probe = garbage
     with Trainer(config(), [liar, honest]) as trainer:
         assert "breaks the contract: a completion that cannot be decoded" in until_sent_away(trainer, liar)
     assert "deserializing" not in caplog.text
@@ -476,12 +446,10 @@ def test_all_servers_are_sent_away_in_mid_run(liar, monkeypatch):
 def test_what_a_server_that_is_turned_away_said_is_cut(liar, honest, caplog):
     """A megabyte in place of a group's name, in every completion for the probe."""
 
-    async def another_name(request, context, honestly):
-        if not is_probe(request):
-            return await honestly(request, context)
+    async def another_name(request, context, honest):
         await context.write(pb.Completion(incarnation=request.incarnation, group_id="x" * 1_000_000))
 
-    liar.generate = another_name
+    liar.probe = another_name
     with Trainer(config(), [liar, honest]) as trainer:
         trainer.admit_until(lambda: trainer.states()[liar.address] == "rejected")
         trainer.check()

@@ -11,10 +11,9 @@ from scalerl_jax.config import ParityConfig
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.model import row_blocks
-from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.parity import LIMITS, Probe, mismatch
 from scalerl_jax.rollouts.servers import client as connection_lib
-from scalerl_jax.rollouts.servers.validate_status import Expected, compare
+from scalerl_jax.rollouts.servers.validate_status import Expected, FleetError, ProbeError, compare
 from tests.rollouts.liar import Liar
 from tests.rollouts.small_trainer import Trainer, config, weights
 from tests.support.waiting import eventually
@@ -50,7 +49,7 @@ def test_a_server_that_starts_late_gets_the_current_weights_before_any_group(sta
         for name, tensor in weights(trainer.version).items():
             np.testing.assert_array_equal(tensors[name].view(np.uint32), tensor.view(np.uint32))
         # Held back until the trainer has looked at what it sampled.
-        (candidate,) = eventually(trainer.fleet.candidates.due)
+        (candidate,) = eventually(trainer.fleet.trust.due)
         assert candidate.process.address == late.address
         assert len(candidate.samples) == trainer.config.parity.completions
         assert all(set(c.token_steps()) == {trainer.version} for _, c in candidate.samples)
@@ -195,13 +194,13 @@ def test_a_batch_waits_for_newcomers_by_the_clock(start, clock, monkeypatch):
         on_loop, fleet = trainer.fleet._thread.call, trainer.fleet
         on_loop(fleet._pool.update, [s.address for s in servers])
         eventually(lambda: trainer.states()[servers[1].address] == "candidate")
-        assert all(on_loop(fleet.candidates.holds_batch) for _ in range(1000))
+        assert all(on_loop(fleet.trust.holds_batch) for _ in range(1000))
         candidate = on_loop(fleet._pool.named, servers[1].address)
         candidate.patience = 150.0
-        assert on_loop(fleet.candidates.holds_batch)
+        assert on_loop(fleet.trust.holds_batch)
         clock.ahead += 151.0
-        on_loop(fleet.candidates.holds_batch)  # the time since the look before is counted
-        assert not on_loop(fleet.candidates.holds_batch)
+        on_loop(fleet.trust.holds_batch)  # the time since the look before is counted
+        assert not on_loop(fleet.trust.holds_batch)
 
 
 def made(versions, *, error: float = 0.0, at: int = 0):
@@ -255,7 +254,7 @@ def test_experts_in_bfloat16_have_room(dtype, experts, error, wrong):
 
 def test_mismatch_is_over_sampled_tokens_only(start):
     with Trainer(config(), start({})) as trainer:
-        candidate = eventually(trainer.fleet.candidates.due)[0]
+        candidate = eventually(trainer.fleet.trust.due)[0]
     samples = [(p.token_ids, c) for p, c in candidate.samples]
     sampled = sum(int(c.sampled().sum()) for _, c in samples)
     ours = [np.where(c.sampled(), c.logprobs - 0.25, 7.0) for _, c in samples]

@@ -1,47 +1,23 @@
 """Whom the trainer waits for: the one that has the oldest missing group, whatever holds it up there."""
 
-import numpy as np
-
-from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments.base import RIGHT, WRONG
-from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, Process
-from scalerl_jax.rollouts.pacing import Pipeline
 from scalerl_jax.rollouts.status import BatchWait, WaitTimes, waits_for
-from tests.rollouts.small_trainer import row
+from tests.rollouts.test_group_buffer import ask, deliver, make
 
 WAITS = BatchWait(batch=0, since=0.0)
 
 
-def buffer() -> GroupBuffer:
-    def open_group(number: int) -> GroupInFlight:
-        return GroupInFlight(number, f"g{number}", row(number), tuple(CompletionRequest(i, i) for i in range(2)))
-
-    return GroupBuffer(
-        pacing=Pipeline(k=1, groups=2, batches=3), open_group=open_group, group_size=2, trained=0, agents=1
-    )
-
-
-def request(buffer: GroupBuffer, server: str, room: int):
-    return buffer.request(Process(server, ""), step=0, capacity=room, split=True, alone=True, now=0.0)
-
-
-def completion(group_id: str, index: int) -> Completion:
-    ids, logprobs = np.ones(2, np.int32), np.zeros(2, np.float32)
-    return Completion(1, group_id, index, ids, logprobs, ((0, 0, 2),), (), "stop")
-
-
 def test_who_has_the_oldest_missing_group():
-    groups = buffer()
+    groups = make()
     assert waits_for(None, groups) == []
     assert waits_for(WAITS, groups) == ["new weights"]  # nothing may be opened yet
-    first, second = request(groups, "b:2", 1), request(groups, "a:1", 1)
-    later = request(groups, "c:3", 2)
+    first, second = ask(groups, "b:2", room=1), ask(groups, "a:1", room=1)
+    later = ask(groups, "c:3")
     assert [one.group.number for one in (first, second, later)] == [0, 0, 1]
     assert waits_for(WAITS, groups) == ["a:1", "b:2"]
 
     zero = groups.in_flight[0]
-    made = {index: completion("g0", index) for one in (first, second) for index in one.left}
-    came = {index: groups.arrived(one, made[index]) for one in (first, second) for index in list(one.left)}
+    came = [trajectory for one in (first, second) for trajectory in deliver(groups, one, scored=False)]
     assert waits_for(WAITS, groups) == ["verifier"]
     groups.scored(zero, came[0], RIGHT, now=1.0)
     groups.scored(zero, came[1], WRONG, now=1.0)

@@ -143,7 +143,6 @@ class Student:
 
     def __init__(self, address: str, *, fails: bool = False):
         self.address, self.fails, self.asked, self.scores = address, fails, 0, 0
-        self.calls = self
 
     async def score(self, request: codec.ScoreRequest, *, seconds: float) -> codec.Scores | None:
         self.asked += 1

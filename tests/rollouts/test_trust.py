@@ -13,9 +13,9 @@ import pytest
 from scalerl_jax.config import FleetConfig
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract import security
-from scalerl_jax.rollouts import candidates
-from scalerl_jax.rollouts.errors import FleetError, ProbeError
-from scalerl_jax.rollouts.servers import credentials
+from scalerl_jax.rollouts import trust
+from scalerl_jax.rollouts.servers.discovery import Plaintext, read_credentials
+from scalerl_jax.rollouts.servers.validate_status import FleetError, ProbeError
 from tests.rollout_server.certificates import Authority
 from tests.rollouts.small_trainer import ReplayServer, Trainer, config
 from tests.support.ports import nowhere
@@ -57,7 +57,7 @@ def shown(files, **changes: str) -> FleetConfig:
 
 
 def test_a_run_through_tls(servers, files, caplog):
-    with Trainer(config(), servers, credentials=credentials.read(shown(files))) as trainer:
+    with Trainer(config(), servers, credentials=read_credentials(shown(files))) as trainer:
         trainer.admit_until(lambda: len(trainer.admitted) == 2)
         for _ in range(4):
             trainer.update()
@@ -79,7 +79,7 @@ def test_a_run_through_tls(servers, files, caplog):
 def test_a_trainer_that_is_not_let_in_says_by_whom_and_why(servers, files, changes, told):
     # Each time it is sure long before it would stop waiting for them to be there.
     made = config(fleet_connect_seconds=10000.0)
-    trainer = Trainer(made, servers, credentials=credentials.read(shown(files, **changes)))
+    trainer = Trainer(made, servers, credentials=read_credentials(shown(files, **changes)))
     with pytest.raises(FleetError) as error:
         with trainer:
             pass
@@ -94,7 +94,7 @@ def test_a_trainer_that_is_not_let_in_says_by_whom_and_why(servers, files, chang
 @pytest.mark.parametrize("how", ["at its end", "in the middle"])
 def test_each_way_of_closing_a_connection_at_once(files, encrypted, how):
     """With all read that came the client sees the end, with something unread a reset."""
-    shows = credentials.read(FleetConfig(tls_authority=files["authority"] if encrypted else ""))
+    shows = read_credentials(FleetConfig(tls_authority=files["authority"] if encrypted else ""))
     told = (
         "closes the connection after the TLS handshake" if encrypted else "closes the connection at once, as a server"
     )
@@ -152,7 +152,7 @@ def away():
 
 def test_the_others_may_be_away(servers, files, away):
     seconds = 0.5
-    shows = credentials.read(shown(files, token_file="other_token"))
+    shows = read_credentials(shown(files, token_file="other_token"))
 
     def refused() -> str:
         """Why the run does not begin, or nothing if the time did not even suffice to be refused."""
@@ -172,7 +172,7 @@ def test_the_others_may_be_away(servers, files, away):
 @pytest.fixture
 def soon_sure(monkeypatch):
     """A first look asks again at once."""
-    monkeypatch.setattr(candidates, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(trust, "_PAUSE_SECONDS", 0.01)
 
 
 def anybody(server: str, status: pb.StatusReply) -> None:
@@ -192,9 +192,9 @@ def nobody(server: str, status: pb.StatusReply) -> None:
     ],
 )
 def test_a_first_look_says_who_can_never_be_used(servers, files, soon_sure, changes, told):
-    addresses, shows = [server.address for server in servers], credentials.read(shown(files, **changes))
+    addresses, shows = [server.address for server in servers], read_credentials(shown(files, **changes))
     with pytest.raises(FleetError) as error:
-        candidates.check_servers(addresses, shows, anybody, seconds=SECONDS)
+        trust.check_servers(addresses, shows, anybody, seconds=SECONDS)
     message = str(error.value)
     assert message.startswith(f"rollout server {addresses[0]}: ") and told in message and "\n" not in message
     assert message.endswith("; nor can the other one be used")
@@ -202,17 +202,17 @@ def test_a_first_look_says_who_can_never_be_used(servers, files, soon_sure, chan
 
 
 def test_a_first_look_leaves_alone_what_may_come(servers, files, tmp_path_factory, away, soon_sure):
-    shows, refused = credentials.read(shown(files)), credentials.read(shown(files, token_file="other_token"))
+    shows, refused = read_credentials(shown(files)), read_credentials(shown(files, token_file="other_token"))
     here = servers[0].address
-    candidates.check_servers([here], shows, anybody, seconds=SECONDS)
+    trust.check_servers([here], shows, anybody, seconds=SECONDS)
     with pytest.raises(FleetError, match=f"^server {here}: replay is not ours$"):
-        candidates.check_servers([here], shows, nobody, seconds=SECONDS)
-    candidates.check_servers([here, away], refused, anybody, seconds=SECONDS)  # one may be there soon
+        trust.check_servers([here], shows, nobody, seconds=SECONDS)
+    trust.check_servers([here, away], refused, anybody, seconds=SECONDS)  # one may be there soon
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        candidates.check_servers([here, f"127.0.0.1:{silent.getsockname()[1]}"], refused, anybody, seconds=0.5)
+        trust.check_servers([here, f"127.0.0.1:{silent.getsockname()[1]}"], refused, anybody, seconds=0.5)
     stranger = ReplayServer(str(tmp_path_factory.mktemp("stranger")), "server").wait()
     try:
-        candidates.check_servers([here, stranger.address], credentials.read(FleetConfig()), anybody, seconds=SECONDS)
+        trust.check_servers([here, stranger.address], read_credentials(FleetConfig()), anybody, seconds=SECONDS)
     finally:
         stranger.close()
 
@@ -220,7 +220,7 @@ def test_a_first_look_leaves_alone_what_may_come(servers, files, tmp_path_factor
 def test_one_server_that_lets_nobody_in_does_not_stop_the_others(servers, files, tmp_path_factory, caplog, told_once):
     stranger = ReplayServer(str(tmp_path_factory.mktemp("stranger")), "server").wait()
     try:
-        with Trainer(config(), [*servers, stranger], credentials=credentials.read(shown(files))) as trainer:
+        with Trainer(config(), [*servers, stranger], credentials=read_credentials(shown(files))) as trainer:
             trainer.admit_until(lambda: len(trainer.admitted) == 2)
             trainer.update()
             eventually(lambda: trainer.server(stranger)["reason"] == "it speaks without TLS")
@@ -243,22 +243,22 @@ def test_one_server_that_lets_nobody_in_does_not_stop_the_others(servers, files,
 )
 def test_fields_that_cannot_be(files, changes, told):
     with pytest.raises(ValueError) as error:
-        credentials.read(shown(files, **changes))
+        read_credentials(shown(files, **changes))
     assert told in str(error.value) and "\n" not in str(error.value)
     assert TOKEN not in str(error.value)
 
 
 def test_the_name_of_a_found_server_is_checked_against_its_certificate(files):
-    read = credentials.read(shown(files), name="generators.example")
+    read = read_credentials(shown(files), name="generators.example")
     assert read.name == "generators.example"
-    read = credentials.read(dataclasses.replace(shown(files), tls_name="other.example"), name="generators.example")
+    read = read_credentials(dataclasses.replace(shown(files), tls_name="other.example"), name="generators.example")
     assert read.name == "other.example"
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_token_in_plaintext_is_said_once_naming_host_and_flag(files, caplog, encrypted):
-    shows = credentials.read(shown(files) if encrypted else FleetConfig(token_file=files["token"]))
-    plaintext = credentials.Plaintext(shows)
+    shows = read_credentials(shown(files) if encrypted else FleetConfig(token_file=files["token"]))
+    plaintext = Plaintext(shows)
     for here in ("127.0.0.1:7", "[::1]:7", "localhost:7", "127.8.8.8:7"):
         plaintext.dial(here)
     assert not any("plaintext" in message for message in caplog.messages)
@@ -272,14 +272,14 @@ def test_a_token_in_plaintext_is_said_once_naming_host_and_flag(files, caplog, e
 
 
 def test_without_a_token_nothing_is_said_of_plaintext(caplog):
-    credentials.Plaintext(security.PLAIN).dial("10.0.0.7:7")
+    Plaintext(security.PLAIN).dial("10.0.0.7:7")
     assert not caplog.messages
 
 
 def test_every_server_is_looked_at_before_it_is_dialled(start, files, monkeypatch):
     dialled = []
-    monkeypatch.setattr(credentials.Plaintext, "dial", lambda self, address: dialled.append(address))
+    monkeypatch.setattr(Plaintext, "dial", lambda self, address: dialled.append(address))
     servers = start({"token": TOKEN})
-    shows = credentials.read(FleetConfig(token_file=files["token"]))
+    shows = read_credentials(FleetConfig(token_file=files["token"]))
     with Trainer(config(), servers, credentials=shows):
         assert dialled == [servers[0].address]

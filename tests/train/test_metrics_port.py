@@ -84,7 +84,7 @@ def test_waits_are_counted_under_few_names() -> None:
 
 
 def test_a_fleet_that_has_failed_is_a_503() -> None:
-    from scalerl_jax.rollouts.errors import FleetError
+    from scalerl_jax.rollouts.servers.validate_status import FleetError
 
     def status():
         raise FleetError("no server is left")

@@ -1,13 +1,49 @@
-"""Resolves --servers to the addresses of the fleet, now and later.
+"""Where the fleet's servers are, now and later, and what they are shown.
 
-host:port,host:port   as written, for the whole run
-file:PATH             one host:port a line; empty lines and what follows a # are skipped; read periodically
-dns:///name:port      every address that the name has: a headless service, a round-robin record; resolved periodically
+--servers is resolved to addresses:
+
+    host:port,host:port   as written, for the whole run
+    file:PATH             one host:port a line; empty lines and what follows a # are skipped; read periodically
+    dns:///name:port      every address that the name has: a headless service, a round-robin record; resolved
+                          periodically
+
+The trainer's credentials and the authority it trusts are in the files that config.fleet names, read at the start. The
+config holds only paths. The files' contents go to the clients of the servers and nowhere else.
 """
 
+import asyncio
 import collections
+import dataclasses
+import ipaddress
+import logging
 import os
 import socket
+from collections.abc import Callable, Sequence
+
+from scalerl_jax.config import FleetConfig
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract import security
+from scalerl_jax.environments import Row
+from scalerl_jax.rollouts.requests import Routed
+
+_log = logging.getLogger(__name__)
+
+_HERE = "config.fleet."
+
+
+@dataclasses.dataclass(frozen=True)
+class Servers:
+    """Where servers are, what credentials they are shown, and what they are checked against when they are met."""
+
+    addresses: Sequence[str]  # host:port of each at the start
+    probe_prompts: Sequence[Row]  # that candidates sample for the probe
+    # Returns those listed now; called every fleet.discovery_seconds on a separate thread. None: they never change.
+    resolve: Callable[[], Sequence[str]] | None = None
+    credentials: security.Credentials = security.PLAIN
+    vocabulary: int = 0  # of the policy; token ids are below it. 0: not known
+    routed: Routed | None = None  # of the policy; None: it has no experts
+    # Raises ProbeError on the status of a server that cannot serve this run.
+    check: Callable[[str, pb.StatusReply], None] = lambda server, status: None
 
 
 class Discovery:
@@ -38,6 +74,29 @@ class Discovery:
             if times > 1:
                 raise ValueError(f"{self._where}: names {address} twice")
         return tuple(found)
+
+
+class Relisting:
+    """Lists servers again, on a separate thread. A list that cannot be read leaves them as they are, which is logged
+    once: a file that is being replaced, a name server that cannot be reached.
+
+    resolve: the addresses listed now; may block, and raise ValueError. warning: the line to log, with %s for the error.
+    """
+
+    def __init__(self, resolve: Callable[[], Sequence[str]], warning: str):
+        self._resolve, self._warning, self._complaint = resolve, warning, ""
+
+    async def read(self) -> Sequence[str] | None:
+        """The addresses listed now; None if the list cannot be read."""
+        try:
+            addresses = await asyncio.get_running_loop().run_in_executor(None, self._resolve)
+        except ValueError as error:
+            if str(error) != self._complaint:
+                _log.warning(self._warning, error)
+            self._complaint = str(error)
+            return None
+        self._complaint = ""
+        return addresses
 
 
 def _as_written(where: str, addresses: str) -> list[str]:
@@ -73,3 +132,50 @@ def _split(where: str, address: str) -> tuple[str, int]:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"{where}: {address!r} is not host:port")
     return host, int(port)
+
+
+def read_credentials(config: FleetConfig, *, name: str = "") -> security.Credentials:
+    """Raises ValueError, one line that names the field and the file.
+
+    name: the name in the servers' certificates, if config.fleet.tls_name is empty.
+    """
+    where = (f"{_HERE}tls_certificate", f"{_HERE}tls_key")
+    pair = security.read_pair(config.tls_certificate, config.tls_key, where=where)
+    token = security.read_token(config.token_file, where=f"{_HERE}token_file")
+    for field in ("tls_key", "token_file"):
+        if why := security.exposed(getattr(config, field), where=_HERE + field):
+            _log.warning("%s", why)
+    if not config.tls_authority:
+        for field in ("tls_certificate", "tls_name"):
+            if getattr(config, field):
+                raise ValueError(f"{_HERE}{field}={getattr(config, field)}: requires {_HERE}tls_authority")
+        return security.Credentials(token=token)
+    authority = security.read_authority(config.tls_authority, where=f"{_HERE}tls_authority")
+    return security.Credentials(authority, *pair, token, config.tls_name or name)
+
+
+class Plaintext:
+    """Warns once that a token is sent over a network in plaintext."""
+
+    def __init__(self, shown: security.Credentials):
+        self._worth_a_warning = bool(shown.token) and not shown.authority
+
+    def dial(self, address: str) -> None:
+        """Called with host:port before it is dialled."""
+        host = address.rpartition(":")[0].strip("[]")
+        if self._worth_a_warning and not _is_this_machine(host):
+            self._worth_a_warning = False
+            _log.warning(
+                "the token is sent to %s in plaintext, for everybody on the way to read: "
+                "%stls_authority would encrypt the connection (and --tls_certificate at the server)",
+                *(host, _HERE),
+            )
+
+
+def _is_this_machine(host: str) -> bool:
+    """Judged by its name alone; no DNS lookup."""
+    try:
+        ip = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback

@@ -19,6 +19,8 @@ ending without having delivered much, each next process waits longer before it i
 
 import collections
 import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
 
 from scalerl_jax.contract.peer_text import LogLimit
 
@@ -40,7 +42,7 @@ class Consequence:
 
     until: float  # it gets no new requests before
     banished: bool  # by this offence: it is rejected
-    tell: int  # how often it has happened since it was last logged, this time included; 0: do not log now
+    log_times: int  # how often it has happened since it was last logged, this time included; 0: do not log now
 
 
 class Record:
@@ -110,15 +112,15 @@ class Record:
     def offend(self, kind: str, *, now: float, times: int = 1) -> Consequence:
         """Records `times` offences. `kind` is our own text, not the server's."""
         self.counts[kind] += times
-        tell = self._log_limit.happened(kind, now=now) * times
+        log_times = self._log_limit.happened(kind, now=now) * times
         self._trust = self._good = self._shown = self._tokens = 0
         if now < self.until and self._strikes:
-            return Consequence(self.until, False, tell)
+            return Consequence(self.until, False, log_times)
         self._strikes += 1
         self.until = max(self.until, now + backoff(self._strikes))
         banished = self._strikes >= BANISHED_AT and not self.banished
         self.banished = self.banished or banished
-        return Consequence(self.until, banished, tell or (self.counts[kind] if banished else 0))
+        return Consequence(self.until, banished, log_times or (self.counts[kind] if banished else 0))
 
 
 class Records:
@@ -147,3 +149,34 @@ class Records:
 def backoff(offences: int) -> float:
     """Seconds to wait after that many offences."""
     return min(LONGEST_SECONDS, FIRST_SECONDS * 2.0 ** min(offences - 1, 20))
+
+
+def free_capacity(
+    *,
+    slots: int,
+    queue: int,
+    in_flight: int,
+    finishes: Sequence[float],
+    typical_seconds: float,
+    now: float,
+    allowance: int | None,
+    group_size: int,
+) -> tuple[int, bool]:
+    """Number of further completions to request from a server, and whether a group may be requested in parts.
+
+    It may hold one completion for each slot, and enough queued ones that no slot is idle: one group, and as many more
+    as it finishes in the time that a completion typically takes, at most a quarter of its slots. So a slow server does
+    not queue work that others could begin sooner. It never gets more than it has earned.
+
+    queue: completions that may wait there. in_flight: requested and not delivered. finishes: when the last ones
+    finished, rising. typical_seconds: of a completion; 0 if not known. allowance: completions that it may hold at once;
+    None: as many as it reports.
+    """
+    more = slots // 4
+    if typical_seconds > 0 and finishes:
+        # Called for each completion that arrives: only as many times are read as can matter.
+        lately: Iterable[float] = itertools.islice(reversed(finishes), more)
+        more = sum(1 for _ in itertools.takewhile(lambda at: at > now - typical_seconds, lately))
+    claimed = slots + min(queue, group_size + more)
+    earned = claimed if allowance is None else allowance
+    return min(claimed, earned) - in_flight, min(queue, earned) < group_size

@@ -19,40 +19,28 @@ from scalerl_jax.rollouts.group_buffer import GroupBuffer, RolloutRequest
 from scalerl_jax.rollouts.loop_thread import watched
 from scalerl_jax.rollouts.servers import server_state
 from scalerl_jax.rollouts.servers.client import SURE_AFTER, ServerClient
+from scalerl_jax.rollouts.servers.discovery import Plaintext, Relisting
+from scalerl_jax.rollouts.servers.server_state import ClientContext
 
 _log = logging.getLogger(__name__)
 
 
 class ServerPool:
-    """Lives on the fleet's event loop.
+    """Lives on the fleet's event loop."""
 
-    Args:
-        make: creates the client of an address, not yet running.
-        resolve: the addresses listed now; may block, and raise ValueError. Without it the list never changes.
-        fail: called with an exception of our own code in one of the clients.
-        changed: called when a server was listed or is no longer listed.
-    """
-
-    def __init__(
-        self,
-        *,
-        make: Callable[[str], ServerClient],
-        resolve: Callable[[], Sequence[str]] | None,
-        fail: Callable[[BaseException], None],
-        changed: Callable[[], None],
-    ):
+    def __init__(self, context: ClientContext):
         self.clients: list[ServerClient] = []
-        self._make, self._resolve, self._fail, self._changed = make, resolve, fail, changed
+        self._context = context
+        self._plaintext = Plaintext(context.servers.credentials)
         self._tasks: dict[ServerClient, asyncio.Task[None]] = {}
         self._all_lost = True
-        self._complaint = ""  # of the last attempt to read the list
         self._log_limit = LogLimit()
         self._warned: dict[ServerClient, str] = {}  # servers left out because authentication fails, and why
 
     @property
     def fixed(self) -> bool:
         """Whether no other server can come."""
-        return self._resolve is None
+        return self._context.servers.resolve is None
 
     def in_state(self, *states: str) -> list[ServerClient]:
         return [c for c in self.clients if c.state in states]
@@ -62,8 +50,8 @@ class ServerPool:
         """Whether a status call to each has ended, with or without an answer."""
         return all(c.tried for c in self.clients)
 
-    def why_nobody(self, seconds: float, late: bool) -> str:
-        """Why no server can be used, in one line; empty if one may still answer. late: `seconds` have passed."""
+    def why_unusable(self, *, late: bool) -> str:
+        """Why no server can be used, in one line; empty if one may still answer. late: connect_seconds have passed."""
         superseded = [c for c in self.clients if c.state == server_state.SUPERSEDED]
         times = 1 if late else SURE_AFTER
         unauthenticated = [c for c in self.clients if c.auth_failures >= times]
@@ -74,7 +62,7 @@ class ServerPool:
         why += [f"rollout server {c.address} is superseded: {c.reason}" for c in superseded]
         if why:
             return "; ".join(why) + (f"; no server answers at {', '.join(silent)}" if silent else "")
-        where = f"{', '.join(silent)} (tried for {seconds:g} s)"
+        where = f"{', '.join(silent)} (tried for {self._context.config.fleet.connect_seconds:g} s)"
         return f"no rollout server answers at {where}: is scalerl-serve running there?"
 
     def named(self, address: str) -> ServerClient | None:
@@ -88,28 +76,25 @@ class ServerPool:
         for address in addresses:
             # A server that leaves and is listed again gets a new client once it is gone.
             if self.named(address) is None:
-                client = self._make(address)
+                self._plaintext.dial(address)
+                client = ServerClient(address, self._context)
                 self.clients.append(client)
-                self._tasks[client] = watched(client.run(), self._fail)
-        self._changed()
+                self._tasks[client] = watched(client.run(), self._context.fail)
+        self._context.changed()
 
-    async def discover(self, seconds: float) -> None:
-        """Until cancelled: reads the list again every `seconds`."""
-        while self._resolve is not None:
-            await asyncio.sleep(seconds)
-            try:
-                addresses = await asyncio.get_running_loop().run_in_executor(None, self._resolve)
-            except ValueError as error:
-                if str(error) != self._complaint:
-                    _log.warning("%s; the servers stay as they are", error)
-                self._complaint = str(error)
-                continue
-            self._complaint = ""
-            self.update(addresses)
+    async def discover(self) -> None:
+        """Until cancelled: reads the list again every fleet.discovery_seconds, if it may change."""
+        if (resolve := self._context.servers.resolve) is None:
+            return
+        listed = Relisting(resolve, "%s; the servers stay as they are")
+        while True:
+            await asyncio.sleep(self._context.config.fleet.discovery_seconds)
+            if (addresses := await listed.read()) is not None:
+                self.update(addresses)
 
     def release_departed(self) -> None:
         """Releases servers that have left, and logs when all servers are lost or one is back."""
-        for client in [c for c in self.clients if c.unlisted and not c.calls.in_flight]:
+        for client in [c for c in self.clients if c.unlisted and not c.in_flight]:
             _log.warning("server %s has left: it is no longer listed", client.address)
             self.clients.remove(client)
             self._warned.pop(client, None)
@@ -150,12 +135,12 @@ def dispatch(
     # No group is reserved for a server that may not be asked now: that may last minutes.
     buffers = {c: buffer for c in active if c.free_at <= now and (buffer := buffer_of(c)) is not None}
     # One request at a time to the least loaded server, so that few groups are spread over all servers.
-    heap = [(c.calls.load, i) for i, c in enumerate(active) if c in buffers]
+    heap = [(c.load, i) for i, c in enumerate(active) if c in buffers]
     heapq.heapify(heap)
 
     def capacity_of(client: ServerClient) -> tuple[int, bool]:
         group_size = buffers[client].group_size
-        return client.calls.capacity(group_size=group_size, typical_seconds=typical_seconds, now=now)
+        return client.capacity(group_size=group_size, typical_seconds=typical_seconds, now=now)
 
     with_capacity = {c.process: c.step for c in buffers if c.step is not None and capacity_of(c)[0] > 0}
     while heap:
@@ -170,7 +155,7 @@ def dispatch(
         )  # fmt: skip
         if request is not None:
             yield client, request
-            heapq.heappush(heap, (client.calls.load, number))
+            heapq.heappush(heap, (client.load, number))
 
 
 def _alone(client: ServerClient, buffers: dict[ServerClient, GroupBuffer]) -> bool:

@@ -30,11 +30,10 @@ from scalerl_jax.contract import codec, peer_text, security
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.rollouts.loop_thread import watched
-from scalerl_jax.rollouts.servers import validate_status
-from scalerl_jax.rollouts.servers.calls import describe
-from scalerl_jax.rollouts.servers.credentials import Plaintext
-from scalerl_jax.rollouts.servers.validate import validate
-from scalerl_jax.rollouts.servers.validate_status import Expected
+from scalerl_jax.rollouts.requests import validate
+from scalerl_jax.rollouts.servers.discovery import Plaintext
+from scalerl_jax.rollouts.servers.server_state import describe
+from scalerl_jax.rollouts.servers.validate_status import Expected, Found, StatusCheck, clock
 
 _log = logging.getLogger(__name__)
 
@@ -98,11 +97,11 @@ class TeacherServer:
         self.address, self._context, self._config = address, context, context.config
         Plaintext(context.credentials).dial(address)
         self._channel = security.connect(address, context.credentials)
-        self._stub, self._statuses = Stub(self._channel), validate_status.StatusCheck()
+        self._stub, self._statuses = Stub(self._channel), StatusCheck()
         self.status = pb.StatusReply()
         self.admitted = False  # it may be asked
         self.refused = ""  # the process that was rejected, while no other answers
-        self._say("not reached yet")
+        self._set_reason("not reached yet")
         self.calls: dict[asyncio.Task[None], int] = {}  # tokens of each
         self.free_at, self._heard_at = 0.0, -math.inf
         self._failures = 0  # in a row, of this process
@@ -130,7 +129,7 @@ class TeacherServer:
             await self._channel.close()
 
     async def _poll(self) -> None:
-        asked_at, fleet = validate_status.clock(), self._config.fleet
+        asked_at, fleet = clock(), self._config.fleet
         try:
             status = await self._stub.Status(pb.StatusRequest(), timeout=fleet.status_seconds)
         except grpc.aio.AioRpcError as error:
@@ -138,9 +137,9 @@ class TeacherServer:
             if not late or time.monotonic() - self._heard_at > fleet.silence_seconds:
                 self._lose(security.refusal(error, self._context.credentials) or describe(error))
             return
-        found = validate_status.Found("it cannot be decoded")
+        found = Found("it cannot be decoded")
         if status is not None:
-            found = self._statuses.check(status, asked_at=asked_at, heard_at=validate_status.clock())
+            found = self._statuses.check(status, asked_at=asked_at, heard_at=clock())
         if found.lie:
             self._lose(f"its status cannot be true: {found.lie}")
             return
@@ -258,7 +257,7 @@ class TeacherServer:
             return
         self._failures += not taken_nothing(error)
         now, times = time.monotonic(), self._limit.happened(str(code), now=time.monotonic())
-        self._say(why)
+        self._set_reason(why)
         if isinstance(error, ValueError) or code is grpc.StatusCode.INVALID_ARGUMENT or self._failures >= FAILURES:
             _log.warning("%s; it is not asked any more", self.reason)
             self.refused, self.admitted = self.status.server_id, False
@@ -272,15 +271,15 @@ class TeacherServer:
 
     def _lose(self, why: str) -> None:
         """Its requests go to another server; it is met again when it answers."""
-        self._say(why)
+        self._set_reason(why)
         if self.admitted:
             _log.warning("%s", self.reason)
         self.admitted = False
         self._end_calls()
         self._context.changed()
 
-    def _say(self, why: str) -> None:
-        """Sets the reason why it cannot be asked."""
+    def _set_reason(self, why: str) -> None:
+        """Why it cannot be asked."""
         self.reason = f"teacher {self._context.name}, server {self.address}: {peer_text.printable(why, longest=600)}"
 
     def _end_calls(self) -> None:

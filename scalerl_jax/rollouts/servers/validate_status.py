@@ -26,7 +26,6 @@ import time
 
 from scalerl_jax.contract import peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
-from scalerl_jax.rollouts.errors import ProbeError
 
 MAXIMUM_DEVICES = 4096  # of one server process
 MAXIMUM_PLACES = 2**20  # slots, and places in the queue
@@ -175,6 +174,14 @@ def _copy(status: pb.StatusReply) -> pb.StatusReply:
 
 
 # ---- what a server of this run must have -----------------------------------------------------------------------------
+
+
+class FleetError(ValueError):
+    """The servers given cannot be used; the message is one line."""
+
+
+class ProbeError(ValueError):
+    """The server would run another policy than the trainer; the message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,7 @@ from scalerl_jax.contract.weight_delta import WeightDelta
 from scalerl_jax.contract.weight_parts import Part
 from scalerl_jax.rollouts.loop_thread import log_fault, watched
 from scalerl_jax.rollouts.weights import payload as payload_lib
-from scalerl_jax.rollouts.weights.deltas import DeltaCache
-from scalerl_jax.rollouts.weights.payload import Payload, TensorBlocks
+from scalerl_jax.rollouts.weights.payload import DeltaCache, Payload, TensorBlocks
 from scalerl_jax.rollouts.weights.push import FullSyncNeeded, Push, PushRefused, PushReport
 
 POLL_SECONDS = 0.01
@@ -34,9 +33,6 @@ class PartPush:
     address: str
     server_id: str  # of the process that should receive it; empty: any
     timeout: float
-
-    def fields(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True)

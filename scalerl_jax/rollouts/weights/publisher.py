@@ -4,7 +4,7 @@
     push     = header, chunks, commit ->  <- resend*, then applied | refused | full_sync
 
 The latest version wins: a server that is behind gets the newest one, not those between; a transfer that has begun is
-finished first. A server gets a delta if one is kept from the version of this trainer that it holds (deltas.py).
+finished first. A server gets a delta if one is kept from the version of this trainer that it holds (DeltaCache).
 Otherwise, or if it answers `full_sync` (its copy is not the one we assumed), it gets a dense version.
 
 Dense tensors may be given as a function that copies them to the host. It runs on a separate thread, during the
@@ -26,18 +26,54 @@ from typing import Any, cast
 from scalerl_jax.contract import codec
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.rollouts.group_buffer import Process
-from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.loop_thread import log_fault, watched
 from scalerl_jax.rollouts.weights import payload as payload_lib
-from scalerl_jax.rollouts.weights.deltas import DeltaCache
 from scalerl_jax.rollouts.weights.parts import PartPush, Parts
-from scalerl_jax.rollouts.weights.payload import Payload, TensorBlocks, Tensors
+from scalerl_jax.rollouts.weights.payload import DeltaCache, Payload, TensorBlocks, Tensors
 from scalerl_jax.rollouts.weights.push import Push, PushReport, together
 
 _log = logging.getLogger(__name__)
 
+MOST = 2**64 - 1  # what fits in the contract
+HEARD = 2**62  # bound for servers that are outranked: the year 2116. A run itself counts further, see run/folder.py
+
 # With several hosts: a function that returns this host's blocks of each tensor.
 Source = Tensors | Callable[[], Tensors] | Callable[[], TensorBlocks]
+
+
+class Incarnation:
+    """The number by which servers identify this trainer process. Of two trainers, a server obeys the later one.
+
+        at its start    ours is raised above any that a server reports, so that a clock that is behind does no harm
+        from the first version on    it is fixed. A server that reports a larger one was taken over by a trainer that
+                        was started after us: it is superseded, and left alone
+
+    So two trainers on one fleet do not take it from each other in turn: the later one keeps it, the earlier one waits
+    and reports that. A server that appears later with a larger incarnation of a finished run (its clock was ahead) is
+    superseded too, until it is restarted: we cannot tell the two apart, and taking it would need a new incarnation
+    mid-run.
+
+    Incarnations are nanoseconds since 1970, so none comes near HEARD for a century. A server that reports one above
+    HEARD made it up: it is superseded and left alone, because a trainer above that would leave no numbers for later
+    ones.
+
+    raised: called with a value that replaces the one given.
+    """
+
+    def __init__(self, value: int, raised: Callable[[int], None] = lambda value: None):
+        assert 0 < value <= MOST
+        self.value, self._raised, self._settled = value, raised, False
+
+    def settle(self) -> None:
+        """Fixes the value: the first version is published with it."""
+        self._settled = True
+
+    def outranks(self, theirs: int) -> bool:
+        """Whether a server that reports `theirs` may be ours: its trainer is an earlier one, none, or this one."""
+        if not self._settled and self.value <= theirs < HEARD:
+            self.value = theirs + 1
+            self._raised(self.value)
+        return theirs <= self.value
 
 
 class Publisher:
@@ -67,7 +103,6 @@ class Publisher:
         self._fail = fail
         self.deltas = DeltaCache(limit=delta_bytes, event=event, fail=self._fail)
         self.latest: int | None = None
-        self.sent_bytes = 0  # of payloads, to all servers
         # One thread copies weights to the host, so that two versions are never copied at once.
         self._staging = ThreadPoolExecutor(1, thread_name_prefix="publisher-staging")
 
@@ -125,18 +160,13 @@ class Publisher:
         with self._held(step):
             payload = await self._payload(base, step, self._sources[step])
             server_id = process.server_id if process else ""
-            own = Push(stub.PushWeights(), payload, sent=self._sent).run(server_id=server_id, timeout=timeout)
+            own = Push(stub.PushWeights(), payload).run(server_id=server_id, timeout=timeout)
             if self._parts is None:
                 return await own
             assert process is not None
             base = payload.header.base.step if payload.is_delta else None
             wanted = PartPush(self._incarnation.value, base, step, process.address, server_id, timeout)
-            report = await together(own, self._parts.push(wanted))
-            self._sent(report.payload_bytes - payload.bytes)
-            return report
-
-    def _sent(self, count: int) -> None:
-        self.sent_bytes += count
+            return await together(own, self._parts.push(wanted))
 
     async def _payload(self, base: int | None, step: int, source: Source) -> Payload:
         key = (base, step)
@@ -182,14 +212,13 @@ class SyncStats:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pushes: list[dict[str, Any]] = []
-        self._versions: list[dict[str, Any]] = []
+        self._rows: dict[str, list[dict[str, Any]]] = {"push": [], "version": []}
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
         """Records a push or version event of the fleet; logs any other."""
-        if kind in ("push", "version"):
+        if kind in self._rows:
             with self._lock:
-                (self._pushes if kind == "push" else self._versions).append(fields)
+                self._rows[kind].append(fields)
         else:
             _log.info("%s: %s", kind, fields)
 
@@ -201,8 +230,8 @@ class SyncStats:
         the host and encode those.
         """
         with self._lock:
-            pushes, self._pushes = self._pushes, []
-            versions, self._versions = self._versions, []
+            rows, self._rows = self._rows, {"push": [], "version": []}
+        pushes, versions = rows["push"], rows["version"]
         return {
             "applied": len(pushes),
             **{name: sum(push[name] for push in pushes) for name in _OF_PUSH},

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from typing import Any
 
 import grpc
@@ -53,9 +53,8 @@ class PushReport:
 class Push:
     """One call of PushWeights."""
 
-    def __init__(self, call: Any, payload: Payload, *, sent: Callable[[int], None] = lambda count: None):
-        """sent: called with the number of payload bytes of each message."""
-        self._call, self._payload, self._sent = call, payload, sent
+    def __init__(self, call: Any, payload: Payload):
+        self._call, self._payload = call, payload
         self._again: asyncio.Queue[int] = asyncio.Queue()
         self._resent = 0
         self._began = self._moved_at = time.monotonic()
@@ -128,7 +127,6 @@ class Push:
                     await self._call.write(message)
                 except (grpc.RpcError, asyncio.InvalidStateError):
                     return
-                self._sent(message.size if isinstance(message, Chunk) else 0)
                 self._moved_at = time.monotonic()
 
     async def messages(self) -> AsyncGenerator[pb.WeightMessage | Chunk, None]:

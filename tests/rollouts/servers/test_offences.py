@@ -34,10 +34,10 @@ def test_what_happens_together_is_one_offence():
     first = record.offend("it lies", now=10.0)
     for _ in range(10_000):
         again = record.offend("it lies", now=10.0 + 0.5 * backoff(1))
-        assert (again.until, again.banished, again.tell) == (first.until, False, 0)
+        assert (again.until, again.banished, again.log_times) == (first.until, False, 0)
     # Logged with the count of all that were not.
     later = record.offend("it lies", now=10.0 + LOG_SECONDS)
-    assert (first.tell, later.tell) == (1, 10_001)
+    assert (first.log_times, later.log_times) == (1, 10_001)
 
 
 def test_good_work_outweighs():

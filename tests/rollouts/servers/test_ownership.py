@@ -11,8 +11,6 @@ FOLDER = Path(ROOT) / "scalerl_jax"
 OWNERS = {
     "rollouts/servers/server_state.py": ["ServerState"],
     "rollouts/servers/client.py": ["ServerClient"],
-    "rollouts/servers/calls.py": ["Calls"],
-    "rollouts/servers/upkeep.py": ["Upkeep"],
     "rollouts/servers/pool.py": ["ServerPool"],
     "rollouts/servers/offences.py": ["Record"],
     "rollouts/weights/publisher.py": ["Publisher"],

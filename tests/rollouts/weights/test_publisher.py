@@ -1,4 +1,4 @@
-"""The wire form of a version, and pushes over real gRPC with chunks damaged on the way."""
+"""The wire form of a version, pushes over real gRPC with chunks damaged on the way, and the sums of all pushes."""
 
 import asyncio
 import dataclasses
@@ -13,7 +13,8 @@ from scalerl_jax.contract.codec import Version
 from scalerl_jax.rollouts import fleet
 from scalerl_jax.rollouts.weights import push
 from scalerl_jax.rollouts.weights.payload import Payload, dense
-from scalerl_jax.rollouts.weights.push import Push
+from scalerl_jax.rollouts.weights.publisher import SyncStats
+from scalerl_jax.rollouts.weights.push import Push, PushReport
 from tests.rollouts.clock import Clock
 from tests.rollouts.liar import Liar
 from tests.rollouts.small_trainer import Trainer, config, weights
@@ -221,3 +222,43 @@ def test_a_transfer_of_which_nothing_moves_is_given_up(start, caplog):
         liar.push = silence
         trainer.update_until(lambda: any("did not arrive in time" in m and liar.address in m for m in caplog.messages))
         trainer.check()
+
+
+# ---- What is summed up between two rows of metrics ------------------------------------------------------------------
+
+
+def reported(**changes: object) -> dict[str, object]:
+    report = PushReport(
+        step=1,
+        sparse=True,
+        payload_bytes=100,
+        resent_chunks=1,
+        seconds=2.0,
+        transfer_seconds=1.0,
+        staging_seconds=0.5,
+        pause_seconds=0.25,
+    )
+    return {"server": "a:1", **dataclasses.asdict(report), **changes}
+
+
+def test_sums_of_pushes_and_versions_since_the_last_row() -> None:
+    stats = SyncStats()
+    stats.event("push", reported())
+    stats.event("push", reported(sparse=False, payload_bytes=400, resent_chunks=0))
+    version = {"delta_bytes": 10, "dense_bytes": 400, "changed": 3, "elements": 200, "whole_tensors": 0}
+    stats.event("version", {"step": 1, **version, "encode_seconds": 0.5})
+    stats.event("server", {"server": "a:1", "state": "active"})
+    assert stats.drain() == {
+        "applied": 2,
+        "sparse": 1,
+        "payload_bytes": 500,
+        "resent_chunks": 1,
+        "seconds": 4.0,
+        "transfer_seconds": 2.0,
+        "staging_seconds": 1.0,
+        "pause_seconds": 0.5,
+        "deltas": 1,
+        **version,
+        "encode_seconds": 0.5,
+    }
+    assert set(stats.drain().values()) == {0}
