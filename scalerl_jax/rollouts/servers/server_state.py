@@ -327,8 +327,8 @@ class ServerState:
             if call.waits_since is None:
                 call.waits_since = now
             if now - call.waits_since > patience and rollout in self._calls:
-                self._give_up(rollout)
                 detail = f"{len(rollout.left)} of {rollout.group.group_id}, none in {now - call.waits_since:.0f} s"
+                self._give_up(rollout)
                 self.offend("does not finish completions that it was asked for", detail)
 
     def _end_calls(self) -> None:
