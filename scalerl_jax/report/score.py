@@ -10,12 +10,12 @@ import numpy as np
 from scalerl_jax.report.log_rows import Row
 from scalerl_jax.report.numbers import rounded
 from scalerl_jax.run.jsonl import column, environments_of, evaluation_counts, hours_rate
-from scalerl_jax.scaling import SigmoidFit, calibration, fit_sigmoid, noise
+from scalerl_jax.scaling import SigmoidFit, calibration, fit_sigmoid
 from scalerl_jax.scaling.average import AverageForecast, average_forecast
-from scalerl_jax.scaling.backtest import Backtest, forecast_at_half
+from scalerl_jax.scaling.backtest import LEVEL, Backtest, forecast_at_half, hours, of_asymptote, statement
 from scalerl_jax.scaling.forecast import Estimate
+from scalerl_jax.scaling.points import read_counts
 from scalerl_jax.scaling.readers import RUN_FOLDER_X
-from scalerl_jax.scaling.statement import LEVEL, hours, of_asymptote, statement
 from scalerl_jax.scaling.units import axis_name, short_number
 
 AXES = (RUN_FOLDER_X, "device_hours")  # the fit's two choices of x, as the rows name them
@@ -47,7 +47,7 @@ def asymptote(evals: Sequence[Row]) -> str:
 def score(evals: Sequence[Row]) -> dict[str, Any]:
     """The page's data of the evaluations (N of them, in order) and of each environment of a mixture; every curve on
     both axes."""
-    counts = noise.read_counts(evaluation_counts(evals), len(evals)) if evals else None
+    counts = read_counts(evaluation_counts(evals), len(evals)) if evals else None
     columns: dict[str, Any] = {
         name: [row.get(name) for row in evals] for name in ("step", "time", "prompts", "samples", "seconds")
     }

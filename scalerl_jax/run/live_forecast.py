@@ -21,9 +21,8 @@ import numpy as np
 from scalerl_jax.run.jsonl import column, environments_of, evaluation_counts, hours_rate
 from scalerl_jax.scaling import calibration, fit_sigmoid
 from scalerl_jax.scaling.average import average_forecast
-from scalerl_jax.scaling.backtest import outlook
+from scalerl_jax.scaling.backtest import LEVEL, of_asymptote, outlook
 from scalerl_jax.scaling.readers import RUN_FOLDER_X
-from scalerl_jax.scaling.statement import LEVEL, of_asymptote
 from scalerl_jax.scaling.units import axis_name
 
 LEAST_POINTS = 5  # evaluations above compute 0

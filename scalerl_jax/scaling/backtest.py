@@ -5,9 +5,18 @@ paying.
 
 stop    the most that the rest may gain (90 %) is less than `worth`
 go on   it may gain as much; beyond some compute, most likely, doubling the compute gains less than `worth`
+
+A forecast in words has the same form on the console, in curve.png, in the report and in scalerl-fit:
+
+    forecast at half of the compute (model FLOPs): 0.931 at the end (90 %: 0.880 to 0.960); measured 0.927; 14 of 15
+    later evaluations within
+
+The interval is for an evaluation. The end of a running run is its last update; that of a finished one is the mean of
+its evaluations in the last quarter of the compute, which depends little on any single one.
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -17,11 +26,33 @@ from scalerl_jax.scaling.fit import SigmoidFit, fit_sigmoid
 from scalerl_jax.scaling.forecast import Estimate
 from scalerl_jax.scaling.identify import SEED_MARGIN
 from scalerl_jax.scaling.points import MOST_POINTS, make_bins
-from scalerl_jax.scaling.statement import LEVEL, hours, outcome, statement
 from scalerl_jax.scaling.units import short_number
 
+LEVEL = 0.9  # of the intervals here
+PERCENT = f"{100 * LEVEL:.0f} %"
 LAST = 0.75  # share of the compute: later evaluations are the end
 HALF = "at half of the compute"
+_FURTHER = 64.0  # times the compute so far: limit of the outlook
+_PLACES = 49
+
+
+def statement(seen: str, axis: str, score: Estimate, where: str = "at the end") -> str:
+    """The forecast. seen: text on the evaluations used; axis: name of the compute; score: at LEVEL."""
+    return f"forecast {seen} ({axis}): {score.value:.3f} {where} ({PERCENT}: {score.low:.3f} to {score.high:.3f})"
+
+
+def of_asymptote(fit: SigmoidFit, rate: float | None) -> str:
+    """Whether the points identify A, and what compute would; rate: as in `hours`."""
+    cost = "" if fit.identified else hours(fit.compute_to_identify, rate)
+    return f"{fit.verdict}{cost}"
+
+
+def hours(compute: float, rate: float | None) -> str:
+    """Suffix with the device-hours of a compute. rate: device-hours per unit of compute, over the whole run so far.
+    "" if rate or compute is not known."""
+    if rate is None or not math.isfinite(compute):
+        return ""
+    return f"; up to there about {short_number(float(f'{compute * rate:.2g}'))} device-hours at this run's rate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +91,9 @@ class Backtest:
 
     @property
     def outcome(self) -> str:
-        return outcome(self.measured, self.within, self.later, bins=self.bins)
+        """What came of it, in words."""
+        within = f"{self.within} of {self.later} {'bins of ' if self.bins else ''}later evaluations within"
+        return f"measured {self.measured:.3f}; {within}"
 
 
 def forecast_at_half(compute, reward, counts=None) -> Backtest:
@@ -100,10 +133,6 @@ def judged(compute: np.ndarray, reward: np.ndarray, fit: SigmoidFit, ahead: Aver
         bins=len(later) < beyond.sum(),
         seen=seen,
     )
-
-
-_FURTHER = 64.0  # times the compute so far: limit of the outlook
-_PLACES = 49
 
 
 @dataclasses.dataclass(frozen=True)

@@ -254,7 +254,4 @@ def leave_one_out(given: Sequence[Case], *, tick: Callable[[], None] = lambda: N
 def whole_run(name: str, recipe: str, compute, passes, trials, *, task: str = "") -> CompleteRun:
     """Makes a CompleteRun. compute [N], one of them 0; passes and trials [N]. Raises ValueError naming a wrong row."""
     passes, trials = np.asarray(passes, np.float64), np.asarray(trials, np.float64)
-    points = check_points(
-        compute, passes / trials, initial_reward=None, burn_in=0.0, fit_until=None, counts=(passes, trials), run=None
-    )
-    return CompleteRun(name, recipe, task, points)
+    return CompleteRun(name, recipe, task, check_points(compute, passes / trials, counts=(passes, trials)))

@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -250,3 +250,24 @@ def _outcome(cdf, cdf_margin, grid):
     mean = jnp.sum(mass * grid, axis=-1)
     highest = jnp.sum(jnp.diff(jnp.prod(cdf, axis=0), axis=-1, prepend=0.0) * grid, axis=-1)  # [truths]
     return jnp.mean(jnp.min(wrong, axis=0)), jnp.mean(highest - jnp.max(mean, axis=0))
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """A plan as scalerl-compare writes it in JSON."""
+
+    def extension(one: Extension | None) -> dict[str, Any] | None:
+        if one is None:
+            return None
+        return {"extra": one.extra, "compute": one.cost, "wrong": one.wrong, "shortfall": one.regret}
+
+    return {
+        "by": "asymptote" if plan.at is None else "score",
+        "at": plan.at,
+        "best_now": plan.best,
+        "wrong_now": plan.wrong,
+        "shortfall_now": plan.regret,
+        "chance_to_be_best": plan.chances,
+        "extensions": [extension(one) for one in plan.extensions],
+        "recommended": extension(plan.recommended),
+        "reason": plan.reason,
+    }

@@ -1,6 +1,6 @@
 """Profile likelihood: for each value of one parameter, the best fit over the others.
 
-With Q the weighted sum of squares (weights 1 / variance) and phi the dispersion (noise.py), the interval of A is
+With Q the weighted sum of squares (weights 1 / variance) and phi the dispersion (points.py), the interval of A is
 
     { A : min over the others of Q - min Q  <=  phi * F(level; 1, nu_0 + degrees of freedom) }
 

@@ -55,10 +55,7 @@ class Recipe:
 
     def curves(self, seed):
         seen = self.compute <= self.reached
-        points = check_points(
-            self.compute[seen], self.reward[seen], initial_reward=None, burn_in=0, fit_until=None,
-            counts=(self.passes[seen], 16), run=None,
-        )  # fmt: skip
+        points = check_points(self.compute[seen], self.reward[seen], counts=(self.passes[seen], 16))
         return decide.draw_curves(points, count=FLAGS.curves, seed=seed)
 
     def contender(self, seed):

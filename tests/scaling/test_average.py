@@ -32,10 +32,7 @@ EVEN = Calibration(dict.fromkeys(LAWS, (0.0, 0.0, 0.2, 0.0, 0.0)), growth=1.0, r
 def simulated(run="ScaleRL", seed=0, compute=COMPUTE):
     at = np.concatenate([compute, LATER])
     passes = sampled_passes(np.random.default_rng(seed), curve(at, *TABLE_1[run]), runs=1, prompts=300)[0]
-    points = check_points(
-        compute, passes[: len(compute)].mean(axis=1) / 16, initial_reward=None, burn_in=0.0, fit_until=None,
-        counts=(passes[: len(compute)], 16), run=None,
-    )  # fmt: skip
+    points = check_points(compute, passes[: len(compute)].mean(axis=1) / 16, counts=(passes[: len(compute)], 16))
     return points, passes[len(compute) :].mean(axis=1) / 16
 
 
@@ -203,10 +200,7 @@ def test_an_evaluation_is_as_noisy_whether_it_is_told_alone_or_in_bins():
     passes = rng.binomial(64, curve(compute, *TABLE_1["ScaleRL"]))
     found = [
         average.average_forecast(
-            check_points(
-                compute[::every], passes[::every] / 64, initial_reward=None, burn_in=0.0, fit_until=None,
-                counts=(passes[::every, None], 64), run=None,
-            ),
+            check_points(compute[::every], passes[::every] / 64, counts=(passes[::every, None], 64)),
             EVEN, count=50,
         ).evaluation_variance
         for every in (1, 3)

@@ -17,8 +17,7 @@ COMPUTE = np.concatenate([[0.0], np.arange(SPACING, 16_001, SPACING)])
 
 def window(passes, until):
     seen = until >= COMPUTE
-    given = {"initial_reward": None, "burn_in": 0, "fit_until": None, "counts": (passes[seen], 16), "run": None}
-    return (COMPUTE[seen], passes[seen].mean(axis=1) / 16), given
+    return (COMPUTE[seen], passes[seen].mean(axis=1) / 16), {"counts": (passes[seen], 16)}
 
 
 def contender(name, passes, until, seed=0):
@@ -115,9 +114,7 @@ def test_drawn_curves_are_the_posterior_of_a_long_chain(passes):
 
 def test_three_points_without_counts_leave_much_possible():
     compute = COMPUTE[1:4]
-    points = check_points(
-        compute, curve(compute, *TABLE_1["8gen"]), initial_reward=0.4, burn_in=0, fit_until=None, counts=None, run=None
-    )
+    points = check_points(compute, curve(compute, *TABLE_1["8gen"]), initial_reward=0.4)
     curves = decide.draw_curves(points, count=CURVES, seed=0)
     low, high = np.percentile(curves.asymptote, [5, 95])
     assert 0.45 < low < 0.7 < 0.85 < high <= 1 and curves.evaluation_variance > 0
@@ -181,10 +178,7 @@ def test_the_simulated_chance_is_what_comes(passes):
         sampled = sampled_passes(rng, curve(compute, m, b, a, r), runs=1)[0]
         # The points so far as they are; those to come as this curve has them.
         sampled[compute <= 3072] = passes["bs2048"][: (compute <= 3072).sum()]
-        points = check_points(
-            compute, sampled.mean(axis=1) / 16, initial_reward=None, burn_in=0, fit_until=None, counts=(sampled, 16),
-            run=None,
-        )  # fmt: skip
+        points = check_points(compute, sampled.mean(axis=1) / 16, counts=(sampled, 16))
         drawn = decide.draw_curves(points, count=CURVES, seed=index)
         after = plan([known, dataclasses.replace(early, curves=drawn, reached=8192)], 1.0)
         wrong.append(after.wrong)

@@ -15,9 +15,7 @@ def points_of(reward, *, compute=COMPUTE, trials=None, initial_reward=None):
     counts = None if trials is None else (np.round(reward * trials), np.full(len(reward), trials))
     if trials is not None:
         reward = counts[0] / trials
-    return check_points(
-        compute, reward, initial_reward=initial_reward, burn_in=0.0, fit_until=None, counts=counts, run=None
-    )
+    return check_points(compute, reward, initial_reward=initial_reward, counts=counts)
 
 
 def noisy(seed=0, trials=2000):
@@ -192,8 +190,6 @@ def test_walks_widen_as_they_should():
 def test_prompts_counted_apart_narrow_the_noise(told):
     passes = sampled_passes(np.random.default_rng(1), curve(COMPUTE, *TABLE_1["ScaleRL"]), runs=1, prompts=200)[0]
     counts = (passes, 16) if told == "prompts" else (passes.sum(axis=1), np.full(len(passes), 200 * 16))
-    points = check_points(
-        COMPUTE, passes.mean(axis=1) / 16, initial_reward=None, burn_in=0.0, fit_until=None, counts=counts, run=None
-    )
+    points = check_points(COMPUTE, passes.mean(axis=1) / 16, counts=counts)
     heard = np.median(laws.sigmoid(points, count=500, seed=0).dispersion)
     assert heard == pytest.approx(1.0, abs=0.6) if told == "prompts" else heard < 0.9

@@ -12,6 +12,7 @@ compare.svg into --out. A is compared first; if no difference is shown, B with o
 --plan_budget: which run to extend, and by how much, for the safest choice between them (scaling/decide.py).
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -26,20 +27,20 @@ from scalerl_jax.cli import fit_flags
 from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
 from scalerl_jax.scaling import decide
 from scalerl_jax.scaling import forecast as forecast_lib
+from scalerl_jax.scaling.backtest import hours
 from scalerl_jax.scaling.commands import reading, results
 from scalerl_jax.scaling.commands import scalerl_fit as fit_command
-from scalerl_jax.scaling.compare import Comparison, Difference, compare
-from scalerl_jax.scaling.compare_json import (
+from scalerl_jax.scaling.compare import (
     VERDICTS,
+    Comparison,
+    Difference,
+    compare,
     comparison_document,
-    forecast_document,
-    plan_document,
     run_document,
 )
 from scalerl_jax.scaling.compare_plot import plot_comparison
 from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.forecast import Estimate, Forecast
-from scalerl_jax.scaling.statement import hours
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system import platforms
 
@@ -124,9 +125,9 @@ def main(paths: Sequence[str]) -> None:
     if found is not None:
         document |= comparison_document(found)
     if forecasts:
-        document["forecasts"] = [forecast_document(run, one) for run, one in zip(runs, forecasts)]
+        document["forecasts"] = [{"run": run.name, **dataclasses.asdict(one)} for run, one in zip(runs, forecasts)]
     if plan is not None:
-        document["plan"] = plan_document(plan)
+        document["plan"] = decide.plan_document(plan)
     results.say(console, f"written: {', '.join(results.write(out, 'compare', document, figure))}")
 
 

@@ -26,14 +26,13 @@ from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
 from scalerl_jax.scaling import calibration as calibration_lib
 from scalerl_jax.scaling import fit_sigmoid, readers, tables, units
 from scalerl_jax.scaling.average import average_forecast
-from scalerl_jax.scaling.backtest import HALF, judged
+from scalerl_jax.scaling.backtest import HALF, LEVEL, hours, judged, of_asymptote, statement
 from scalerl_jax.scaling.calibration import Calibration
 from scalerl_jax.scaling.commands import reading, results, watch
 from scalerl_jax.scaling.fit import SEED_MARGIN, Run
 from scalerl_jax.scaling.forecast import Estimate
 from scalerl_jax.scaling.plot import plot_fits
 from scalerl_jax.scaling.profile import PARAMETERS
-from scalerl_jax.scaling.statement import LEVEL, hours, of_asymptote, statement
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system import platforms
 
