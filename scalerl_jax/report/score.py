@@ -10,8 +10,8 @@ import numpy as np
 from scalerl_jax.report.log_rows import Row
 from scalerl_jax.report.numbers import rounded
 from scalerl_jax.run.jsonl import column, environments_of, evaluation_counts, hours_rate
-from scalerl_jax.scaling import SigmoidFit, calibration, fit_sigmoid
-from scalerl_jax.scaling.average import AverageForecast, average_forecast
+from scalerl_jax.scaling import SigmoidFit, fit_sigmoid
+from scalerl_jax.scaling.average import AverageForecast, average_forecast, default_calibration
 from scalerl_jax.scaling.backtest import LEVEL, Backtest, forecast_at_half, hours, of_asymptote, statement
 from scalerl_jax.scaling.forecast import Estimate
 from scalerl_jax.scaling.points import read_counts
@@ -112,7 +112,7 @@ def curve(fit: SigmoidFit, compute: np.ndarray, what: str, ahead: AverageForecas
     """A fit as numbers to draw and to report; beyond the fitted points the average of all laws continues it, with its
     band for evaluations. compute: [N] of all evaluations, in the fit's unit. ahead: that average, if it is known
     already."""
-    ahead = ahead or average_forecast(fit.state.points, calibration.default())
+    ahead = ahead or average_forecast(fit.state.points, default_calibration())
     most, least = float(compute.max()), float(compute[compute > 0].min())
     x = np.geomspace(least / 2, _AHEAD * most, _CURVE_POINTS)
     x[np.argmin(np.abs(x - most))] = most  # so that the curve and the forecast meet at the last evaluation

@@ -20,8 +20,7 @@ import math
 
 import numpy as np
 
-from scalerl_jax.scaling import calibration
-from scalerl_jax.scaling.average import AverageForecast, average_forecast
+from scalerl_jax.scaling.average import AverageForecast, average_forecast, default_calibration
 from scalerl_jax.scaling.fit import SigmoidFit, fit_sigmoid
 from scalerl_jax.scaling.forecast import Estimate
 from scalerl_jax.scaling.identify import SEED_MARGIN
@@ -106,7 +105,7 @@ def forecast_at_half(compute, reward, counts=None) -> Backtest:
     compute = np.asarray(compute, np.float64)
     reward = np.asarray(reward, np.float64)
     fit = fit_sigmoid(compute, reward, fit_until="half", counts=counts)
-    return judged(compute, reward, fit, average_forecast(fit.state.points, calibration.default()), HALF)
+    return judged(compute, reward, fit, average_forecast(fit.state.points, default_calibration()), HALF)
 
 
 def judged(compute: np.ndarray, reward: np.ndarray, fit: SigmoidFit, ahead: AverageForecast, seen: str) -> Backtest:

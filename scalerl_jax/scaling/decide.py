@@ -34,46 +34,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalerl_jax.scaling import laws
 from scalerl_jax.scaling.curve_draws import DrawnCurves
 from scalerl_jax.scaling.fit import SEED_MARGIN
-from scalerl_jax.scaling.law import double_precision
+from scalerl_jax.scaling.law import double_precision, draw_sigmoids
 from scalerl_jax.scaling.points import Points
-
-
-@dataclasses.dataclass(frozen=True)
-class Curves:
-    """S drawn curves, and the noise of an evaluation of them."""
-
-    drawn: DrawnCurves
-    evaluation_variance: float  # of a new evaluation like those given
-
-    @property
-    def asymptote(self) -> np.ndarray:  # [S]
-        return self.drawn.asymptote
-
-    @property
-    def exponent(self) -> np.ndarray:  # [S]
-        return np.exp(self.drawn.shape[:, 0])
-
-    @property
-    def midpoint(self) -> np.ndarray:  # [S]
-        return np.exp(self.drawn.shape[:, 1])
-
-    @property
-    def initial_reward(self) -> np.ndarray:  # [S]
-        return self.drawn.initial_reward
-
-    def at(self, compute) -> np.ndarray:
-        """Scores [S, M] at compute [M] above 0."""
-        return self.drawn.at(compute)
-
-
-def draw_curves(points: Points, *, count: int, seed: int) -> Curves:
-    """Draws `count` curves, in random order. Raises ValueError if the noise cannot be estimated from the points."""
-    drawn = laws.sigmoid(points, count=count, seed=seed)
-    return Curves(drawn, float(np.median(points.variance)) * float(np.median(drawn.dispersion)))
-
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # of the budget
 DECIDED = 0.05  # a choice with a lower probability of being wrong needs no experiment
@@ -89,10 +53,24 @@ class Contender:
     """A run to choose from."""
 
     name: str
-    curves: Curves
+    curves: DrawnCurves
+    evaluation_variance: float  # of a new evaluation like those so far
     reached: float  # compute of its last evaluation
     spacing: float  # compute between two evaluations
     seeds: int = 1  # all are extended, so an extension costs this many times
+
+
+def contender(name: str, points: Points, *, count: int, seed: int) -> Contender:
+    """Draws `count` curves of a run. Raises ValueError if the noise cannot be estimated from the points."""
+    curves = draw_sigmoids(points, count=count, seed=seed)
+    return Contender(
+        name,
+        curves,
+        evaluation_variance=float(np.median(points.variance)) * float(np.median(curves.dispersion)),
+        reached=points.most,
+        spacing=float(np.median(np.diff(np.unique(points.compute)))),
+        seeds=len(np.unique(points.run)),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +173,7 @@ def _weights(run: Contender, extra: float, truths: int, noise: np.ndarray) -> ja
     were extended."""
     compute = run.reached + extra * np.arange(1, _STEPS + 1) / _STEPS
     evaluations = extra / run.spacing * run.seeds
-    variance = run.curves.evaluation_variance * _STEPS / evaluations
+    variance = run.evaluation_variance * _STEPS / evaluations
     return _importance(run.curves.at(compute), noise[:truths], variance, truths)
 
 

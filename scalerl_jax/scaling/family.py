@@ -5,7 +5,7 @@
 It starts like C^(B p) and ends like C^-(B q): the exponentiated law of Burr 1942 (Mudholkar and Srivastava 1993 give
 its limit of large q). It contains, or approximates:
 
-    p = q = 1   the sigmoid                          q = 1       richards with nu = 1 / p (laws.py), Dagum
+    p = q = 1   the sigmoid                          q = 1       richards with nu = 1 / p (law.py), Dagum
     p = 1       Burr XII: at B = 1 power laws        q large     stretched exponentials, at B = 1 the exponential
     q = 1, p large   Gompertz in ln C                p small, q large   a power of C that stops at once
 

@@ -5,6 +5,7 @@
                     first 9 % of it left out, as 1,500 of 16,000 GPU-hours are); it has no band
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -139,9 +140,6 @@ def case_document(case: Case, scores: dict[str, Score], alone: Sigmoid) -> dict[
         "task": case.run.task,
         "fraction": case.fraction,
         "evaluations": len(case.later.compute),
-        "forecasts": {
-            name: {"covered": one.covered, "crps": one.crps, "error": one.error, "width": one.width}
-            for name, one in scores.items()
-        },
+        "forecasts": {name: dataclasses.asdict(one) for name, one in scores.items()},
         "sigmoid": alone._asdict(),
     }

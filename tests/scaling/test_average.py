@@ -7,10 +7,10 @@ import pytest
 from scipy import stats
 from scipy.special import logit
 
-from scalerl_jax.scaling import average, calibration
+from scalerl_jax.scaling import average
+from scalerl_jax.scaling.average import SCALES, Calibration
 from scalerl_jax.scaling.backtest import outlook
-from scalerl_jax.scaling.calibration import SCALES, Calibration
-from scalerl_jax.scaling.laws import LAWS
+from scalerl_jax.scaling.law import LAWS
 from scalerl_jax.scaling.points import check_points
 from scalerl_jax.scaling.units import short_number
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
@@ -157,9 +157,9 @@ def test_a_run_that_is_done_is_told_to_stop_and_one_that_climbs_to_go_on():
 
 def test_a_calibration_is_read_as_it_is_written(tmp_path):
     path = tmp_path / "calibration.json"
-    path.write_text(calibration.text(EVEN))
-    assert calibration.read(str(path)) == EVEN
-    assert calibration.default().runs > 0
+    path.write_text(EVEN.text())
+    assert average.read_calibration(str(path)) == EVEN
+    assert average.default_calibration().runs > 0
 
 
 @pytest.mark.parametrize(
@@ -168,16 +168,16 @@ def test_a_calibration_is_read_as_it_is_written(tmp_path):
         ("{", "is not JSON"),
         ("[]", "is not a calibration"),
         ('{"scales": [1], "prior": {}, "growth": 1, "rate": 1, "runs": 3}', "scales are"),
-        (calibration.text(EVEN).replace("0.2, 0.0, ", "0.2, "), "a weight for each of the scales"),
-        (calibration.text(EVEN).replace("0.2", "-1"), "is not a number from 0 on"),
-        (calibration.text(EVEN).replace("0.2", "NaN"), "is not a number from 0 on"),
+        (EVEN.text().replace("0.2, 0.0, ", "0.2, "), "a weight for each of the scales"),
+        (EVEN.text().replace("0.2", "-1"), "is not a number from 0 on"),
+        (EVEN.text().replace("0.2", "NaN"), "is not a number from 0 on"),
     ],
 )
 def test_what_is_no_calibration(tmp_path, text, told):
     path = tmp_path / "calibration.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=told) as error:
-        calibration.read(str(path))
+        average.read_calibration(str(path))
     assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
 
 

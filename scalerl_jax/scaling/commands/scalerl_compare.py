@@ -17,7 +17,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -148,9 +147,7 @@ def _plan(runs: Sequence[Run], budget: float, seed: int) -> decide.Plan:
     contenders = []
     for index, run in enumerate(runs):
         with user_mistakes(before=f"{run.name}: "):
-            curves = decide.draw_curves(run.points, count=_CURVES, seed=seed + index)
-        spacing = float(np.median(np.diff(np.unique(run.points.compute))))
-        contenders.append(decide.Contender(run.name, curves, run.reached, spacing, run.seeds))
+            contenders.append(decide.contender(run.name, run.points, count=_CURVES, seed=seed + index))
     return decide.plan(contenders, budget, at=given.BUDGET.value, margin=given.MARGIN.value, seed=seed)
 
 
