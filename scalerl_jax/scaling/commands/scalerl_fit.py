@@ -21,6 +21,7 @@ from absl.flags import FLAGS
 from rich.markup import escape
 from rich.table import Table
 
+from scalerl_jax.cli import command_flags
 from scalerl_jax.cli import fit_flags as given
 from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
 from scalerl_jax.scaling import fit_sigmoid, readers, tables, units
@@ -39,8 +40,7 @@ _FLAG_OF = {"initial_reward": "--r0", "burn_in": "--burn_in", "fit_until": "--fi
 
 
 def run() -> None:
-    import scalerl_jax.cli.watch_flags  # noqa: F401  here: scalerl-compare imports this module too
-
+    command_flags.watch()
     platforms.cpu_only()
     run_command(once_or_watching)
 
