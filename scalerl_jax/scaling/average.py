@@ -122,13 +122,12 @@ class AverageForecast:
     weights: Weights  # their sum is 1
     calibration: Calibration
     evaluation_variance: float  # of a new evaluation like those so far, at a score of 1/2
-    count: int
-    seed: int
+    count: int  # of the paths
 
     def ways(self, compute) -> np.ndarray:
         """Scores [S, M] at compute [M], rising, from `reached` on: equally likely paths of the policy."""
         compute = np.asarray(compute, np.float64)
-        rng = np.random.default_rng(self.seed)
+        rng = np.random.default_rng(0)
         logits = {name: _logit(drawn.at(compute)) for name, drawn in self.drawn.items()}
         pairs = [(name, scale, weight) for name, row in self.weights.items() for scale, weight in zip(SCALES, row)]
         whole = np.rint(np.cumsum([weight for *_, weight in pairs]) * self.count).astype(int)
@@ -143,7 +142,7 @@ class AverageForecast:
     def evaluations(self, compute, *, rows=1) -> np.ndarray:
         """As `ways`, measured with the noise of an evaluation like those so far, or of the mean of `rows` of them."""
         ways = self.ways(compute)
-        noise = np.random.default_rng(self.seed + 1).standard_normal(ways.shape)
+        noise = np.random.default_rng(1).standard_normal(ways.shape)
         variance = self.evaluation_variance / np.asarray(rows)
         return np.clip(ways + np.sqrt(4 * ways * (1 - ways) * variance) * noise, 0.0, 1.0)
 
@@ -156,21 +155,21 @@ class AverageForecast:
         """The median score [M] at each compute."""
         return np.concatenate([np.median(self.ways(part), axis=0) for part in _parts(np.atleast_1d(compute))])
 
-    def band(self, compute, *, level: float, evaluation: bool = True, rows=1) -> tuple[np.ndarray, np.ndarray]:
+    def band(self, compute, *, level: float, rows=1) -> tuple[np.ndarray, np.ndarray]:
         """The interval, low and high [M], that contains an evaluation at each compute [M], or the mean of `rows` (a
-        number or [M]) evaluations, with probability `level`; with evaluation=False, the policy's true score."""
+        number or [M]) evaluations, with probability `level`."""
         compute = np.atleast_1d(compute)
         found = []
         for part, many in zip(_parts(compute), _parts(np.broadcast_to(rows, compute.shape))):
-            made = self.evaluations(part, rows=many) if evaluation else self.ways(part)
+            made = self.evaluations(part, rows=many)
             found.append(np.quantile(made, [(1 - level) / 2, (1 + level) / 2], axis=0))
         low, high = np.concatenate(found, axis=1)
         return low, high
 
 
-def average_forecast(points: Points, calibration: Calibration, *, count: int = DRAWS, seed: int = 0) -> AverageForecast:
+def average_forecast(points: Points, calibration: Calibration, *, count: int = DRAWS) -> AverageForecast:
     """The forecast from these points. Raises ValueError where a law's noise cannot be estimated from them."""
-    return from_record(points, calibration, record(points, calibration, seed=seed), count=count, seed=seed)
+    return from_record(points, calibration, record(points, calibration), count=count)
 
 
 def from_record(
@@ -179,10 +178,9 @@ def from_record(
     found: Mapping[str, tuple[float, ...]] | None,
     *,
     count: int = DRAWS,
-    seed: int = 0,
 ) -> AverageForecast:
     """found: the result of `record`."""
-    drawn = {name: draw(name, points, count=count, seed=seed) for name in LAWS}
+    drawn = {name: draw(name, points, count=count) for name in LAWS}
     each = points.rows * points.noise_variance / np.maximum(4 * points.reward * (1 - points.reward), _LEAST_CHANCE)
     heard = 1.0
     if points.counts is not None:  # an upper bound if prompts differ; the best law's residuals show by how much
@@ -194,7 +192,6 @@ def from_record(
         calibration=calibration,
         evaluation_variance=heard * float(np.median(each)),
         count=count,
-        seed=seed,
     )
 
 
@@ -202,9 +199,9 @@ def _parts(values: np.ndarray) -> list[np.ndarray]:
     return np.array_split(values, range(_AT_ONCE, len(values), _AT_ONCE))
 
 
-def draw(name: str, points: Points, *, count: int, seed: int) -> Drawn:
+def draw(name: str, points: Points, *, count: int) -> Drawn:
     """Draws of a law, with its own random numbers."""
-    return LAWS[name](points, count=count, seed=seed + zlib.crc32(name.encode()) % 1000)
+    return LAWS[name](points, count=count, seed=zlib.crc32(name.encode()) % 1000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +222,7 @@ class Hindsight:
         return tuple(self.log_density(growth).mean(axis=1).tolist())
 
 
-def hindsight(before: Points, later: Points, *, seed: int = 0) -> dict[str, Hindsight]:
+def hindsight(before: Points, later: Points) -> dict[str, Hindsight]:
     """The forecast of `later` from `before` by each law."""
     order = np.argsort(later.compute, kind="stable")
     compute, reward, variance = later.compute[order], later.reward[order], later.noise_variance[order]
@@ -233,23 +230,23 @@ def hindsight(before: Points, later: Points, *, seed: int = 0) -> dict[str, Hind
     noise, distance = np.sqrt(variance) / (inside * (1 - inside)), np.log(compute / before.most)
     found = {}
     for name in LAWS:
-        drawn = draw(name, before, count=_RECORD_DRAWS, seed=seed)
+        drawn = draw(name, before, count=_RECORD_DRAWS)
         found[name] = Hindsight(_logit(reward) - _logit(drawn.at(compute)), noise, distance)
     return found
 
 
-def hindsight_of_end(points: Points, *, seed: int = 0) -> dict[str, Hindsight] | None:
+def hindsight_of_end(points: Points) -> dict[str, Hindsight] | None:
     """The forecast of the last evaluations from the earlier ones; None if there are too few."""
     try:
-        return hindsight(*points.split(_BACKTEST * points.most), seed=seed)
+        return hindsight(*points.split(_BACKTEST * points.most))
     except TooFewPoints:
         return None
 
 
-def record(points: Points, calibration: Calibration, *, seed: int = 0) -> dict[str, tuple[float, ...]] | None:
+def record(points: Points, calibration: Calibration) -> dict[str, tuple[float, ...]] | None:
     """Mean log density (of the logit) of the last evaluations, forecast from the earlier ones by each law with each
     scale; None if there are too few."""
-    found = hindsight_of_end(points, seed=seed)
+    found = hindsight_of_end(points)
     return None if found is None else {name: one.record(calibration.growth) for name, one in found.items()}
 
 

@@ -3,8 +3,8 @@
 Also the outlook for the rest of a run by the averaged forecast: the score at its end, and when more compute stops
 paying.
 
-stop    the most that the rest may gain (90 %) is less than `worth`
-go on   it may gain as much; beyond some compute, most likely, doubling the compute gains less than `worth`
+stop    the most that the rest may gain (90 %) is less than SEED_MARGIN
+go on   it may gain as much; beyond some compute, most likely, doubling the compute gains less than SEED_MARGIN
 
 A forecast in words has the same form on the console, in curve.png, in the report and in scalerl-fit:
 
@@ -138,30 +138,28 @@ def judged(compute: np.ndarray, reward: np.ndarray, fit: SigmoidFit, ahead: Aver
 class Outlook:
     """The outlook for the rest of a run. Intervals at LEVEL. Compute is in the unit of the points."""
 
-    end: float  # compute at the planned end
-    score: Estimate  # of the evaluation there
+    score: Estimate  # of the evaluation at the planned end
     gain: Estimate  # of the policy from now to there
-    pays_until: float  # compute beyond which a doubling gains less than `worth` in the median; inf: beyond the limit
-    worth: float
+    pays_until: float  # beyond this compute a doubling gains less than SEED_MARGIN in the median; inf: not found
 
     @property
     def goes_on(self) -> bool:
-        return self.gain.high >= self.worth
+        return self.gain.high >= SEED_MARGIN
 
     def sentence(self, seen: str, axis: str, *, place: str = "", rate: float | None = None) -> str:
         """The outlook in words. seen, axis: as in `statement`; place: text for `pays_until`; rate: as in `hours`."""
         text, gain = statement(seen, axis, self.score), self.gain
         rest = f"the rest gains {gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
         if not self.goes_on:
-            return f"{text}; {rest}, less than the {self.worth:g} that count: stop"
+            return f"{text}; {rest}, less than the {SEED_MARGIN:g} that count: stop"
         if not np.isfinite(self.pays_until):
             return f"{text}; {rest}: go on"
         place = place or short_number(self.pays_until)
-        after = f"from {place} on twice the compute gains less than {self.worth:g}, most likely"
+        after = f"from {place} on twice the compute gains less than {SEED_MARGIN:g}, most likely"
         return f"{text}; {rest}: go on; {after}{hours(self.pays_until, rate)}"
 
 
-def outlook(forecast: AverageForecast, end: float, *, worth: float = SEED_MARGIN) -> Outlook:
+def outlook(forecast: AverageForecast, end: float) -> Outlook:
     """end: compute of the whole run, greater than what was reached."""
     tails = [50 - 50 * LEVEL, 50, 50 + 50 * LEVEL]
     now, then = forecast.ways([forecast.reached, end]).T
@@ -171,12 +169,10 @@ def outlook(forecast: AverageForecast, end: float, *, worth: float = SEED_MARGIN
     per_doubling = (_PLACES - 1) // int(np.log2(_FURTHER))
     ways = forecast.ways(places)
     doubling = np.median(ways[:, per_doubling:] - ways[:, :-per_doubling], axis=0)
-    idle = doubling < worth
+    idle = doubling < SEED_MARGIN
     first = places[int(np.argmax(idle))] if idle.any() else np.inf
     return Outlook(
-        end=end,
         score=Estimate(float(at_end[1]), float(at_end[0]), float(at_end[2])),
         gain=Estimate(float(middle), float(low), float(high)),
         pays_until=float(first),
-        worth=worth,
     )

@@ -142,12 +142,12 @@ def _fit(densities: Densities, growth: float, chosen: Sequence[int]) -> scipy.op
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """The score of one law, or of the average, on one case; over all M later evaluations unless noted."""
+    """The score of one forecast on one case; over all M later evaluations unless noted."""
 
-    covered: tuple[float, ...]  # share within the band of each of LEVELS
-    crps: float  # continuous ranked probability score, in units of the score
+    covered: tuple[float, ...] | None  # share within the band of each of LEVELS; None if the forecast has no band
+    crps: float | None  # continuous ranked probability score, in units of the score; None if it was not computed
     error: float  # forecast minus measured, means of the last quarter of the run's compute
-    width: float  # of the widest band there
+    width: float | None  # of the widest band there; None as for covered
 
 
 def judge(case: Case, calibration: Calibration) -> dict[str, Score]:

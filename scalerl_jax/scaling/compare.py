@@ -235,22 +235,16 @@ def _mover(first: float, own: Interval, second: float, others: Interval) -> Inte
 
 def asymptote_intervals(run: Run, *, seed: int = 0) -> tuple[Interval, Interval]:
     """95 % and 90 % intervals of A: over all laws, widened to the bootstrap of whole seeds if there are several."""
-    fit = run.fit
-    samples = None
+    wide, narrow = (run.fit.interval("asymptote", level=level) for level in (0.95, 0.90))
     if run.seeds > 1:
         data = fit_module.squares_data(run.points)
-        estimate = tuple(fit.parameters.values())
+        estimate = tuple(run.fit.parameters.values())
         cells = least_squares.search_cells(data.log_compute)
-        samples = resample.bootstrap(run.points, data, cells, estimate, count=_SEED_RESAMPLES, seed=seed)[:, 0]
-    both = []
-    for level in (0.95, 0.90):
-        low, high = fit.interval("asymptote", level=level)
-        if samples is not None:
-            tail = 50 * (1 - level)
-            ends = np.percentile(samples, [tail, 100 - tail])
-            low, high = min(low, float(ends[0])), max(high, float(ends[1]))
-        both.append((low, high))
-    return both[0], both[1]
+        samples = resample.bootstrap(run.points, data, cells, estimate, count=_SEED_RESAMPLES, seed=seed)
+        resampled = dataclasses.replace(run.fit, samples=samples)
+        wide = profile.around(wide[0], wide, resampled.bootstrap_interval("asymptote", level=0.95))
+        narrow = profile.around(narrow[0], narrow, resampled.bootstrap_interval("asymptote", level=0.90))
+    return wide, narrow
 
 
 def _sentence(first: Run, second: Run, found: Difference, word: str, both, exponent, margin: float) -> str:

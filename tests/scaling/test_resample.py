@@ -135,8 +135,7 @@ def test_cells_share_their_sums():
     data = least_squares.make_data(COMPUTE[1:], reward, rng.uniform(0.5, 2, 15), initial=0.4, initial_weight=3.0)
     cells = least_squares.search_cells(data.log_compute, coarse=True)
     with fit_module.double_precision():
-        with_prior = least_squares.free(0.55, 0.6)._replace(prior_mean=0.7, prior_precision=0.3**-2)
-        for constraint in (least_squares.free(), with_prior):
+        for constraint in (least_squares.free(), least_squares.free(0.55, 0.6)):
             costs = np.asarray(least_squares.cell_costs(cells, data, constraint))
             for k in range(0, len(costs), 37):
                 residual = np.asarray(least_squares.residuals(cells.shape[k], data, constraint))
