@@ -105,7 +105,10 @@ def serve() -> None:
 
 
 def fit() -> None:
-    define = _importing("scalerl_jax.cli.fit_flags", "scalerl_jax.cli.watch_flags")
+    def define() -> None:
+        _importing("scalerl_jax.cli.fit_flags")()
+        command_flags.watch()
+
     _run(f"{CURVES}.scalerl_fit", define, check=early_checks.curves("fit", parts_too=True))
 
 

@@ -91,6 +91,15 @@ def export() -> None:
         )  # fmt: skip
 
 
+def watch() -> None:
+    """The flags with which scalerl-fit watches its files, besides those of fit_flags.py."""
+    if "watch" not in FLAGS:
+        flags.DEFINE_bool("watch", False, "Draw again after each evaluation, until the run has ended.")
+        flags.DEFINE_float(
+            "watch_every", 5.0, "Seconds between two reads of the files.", lower_bound=0.1, upper_bound=3600.0
+        )
+
+
 def verify() -> None:
     if "show" not in FLAGS:
         flags.DEFINE_string("environment", "", "Short for --config.environment.name; math if neither is given.")

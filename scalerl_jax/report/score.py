@@ -9,12 +9,12 @@ import numpy as np
 
 from scalerl_jax.report.log_rows import Row, five_digits, rounded
 from scalerl_jax.run.jsonl import column, environments_of, evaluation_counts, hours_rate
-from scalerl_jax.scaling import SigmoidFit, calibration, fit_sigmoid, noise
-from scalerl_jax.scaling.average import AverageForecast, average_forecast
-from scalerl_jax.scaling.backtest import Backtest, forecast_at_half
+from scalerl_jax.scaling import SigmoidFit, fit_sigmoid
+from scalerl_jax.scaling.average import AverageForecast, average_forecast, default_calibration
+from scalerl_jax.scaling.backtest import LEVEL, Backtest, forecast_at_half, hours, of_asymptote, statement
 from scalerl_jax.scaling.forecast import Estimate
+from scalerl_jax.scaling.points import read_counts
 from scalerl_jax.scaling.readers import RUN_FOLDER_X
-from scalerl_jax.scaling.statement import LEVEL, hours, of_asymptote, statement
 from scalerl_jax.scaling.units import axis_name, short_number
 
 AXES = (RUN_FOLDER_X, "device_hours")  # the fit's two choices of x, as the rows name them
@@ -46,7 +46,7 @@ def asymptote(evals: Sequence[Row]) -> str:
 def score(evals: Sequence[Row]) -> dict[str, Any]:
     """The page's data of the evaluations (N of them, in order) and of each environment of a mixture; every curve on
     both axes."""
-    counts = noise.read_counts(evaluation_counts(evals), len(evals)) if evals else None
+    counts = read_counts(evaluation_counts(evals), len(evals)) if evals else None
     columns: dict[str, Any] = {
         name: [row.get(name) for row in evals] for name in ("step", "time", "prompts", "samples", "seconds")
     }
@@ -111,7 +111,7 @@ def curve(fit: SigmoidFit, compute: np.ndarray, what: str, ahead: AverageForecas
     """A fit as numbers to draw and to report; beyond the fitted points the average of all laws continues it, with its
     band for evaluations. compute: [N] of all evaluations, in the fit's unit. ahead: that average, if it is known
     already."""
-    ahead = ahead or average_forecast(fit.state.points, calibration.default())
+    ahead = ahead or average_forecast(fit.state.points, default_calibration())
     most, least = float(compute.max()), float(compute[compute > 0].min())
     x = np.geomspace(least / 2, _AHEAD * most, _CURVE_POINTS)
     x[np.argmin(np.abs(x - most))] = most  # so that the curve and the forecast meet at the last evaluation

@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 
 from scalerl_jax.run.jsonl import column, environments_of, evaluation_counts, hours_rate
-from scalerl_jax.scaling import calibration, fit_sigmoid
-from scalerl_jax.scaling.average import average_forecast
-from scalerl_jax.scaling.backtest import outlook
+from scalerl_jax.scaling import fit_sigmoid
+from scalerl_jax.scaling.average import average_forecast, default_calibration
+from scalerl_jax.scaling.backtest import LEVEL, of_asymptote, outlook
 from scalerl_jax.scaling.readers import RUN_FOLDER_X
-from scalerl_jax.scaling.statement import LEVEL, of_asymptote
 from scalerl_jax.scaling.units import axis_name
 
 LEAST_POINTS = 5  # evaluations above compute 0
@@ -123,7 +122,7 @@ def forecast_of_end(rows: Sequence[Row], *, updates: int) -> tuple[dict[str, flo
         raise ValueError(fit.verdict)
     each = float(np.median(np.diff(compute) / np.diff(steps)))
     end = float(compute[-1] + each * (updates - steps[-1]))
-    ahead = average_forecast(fit.state.points, calibration.default())
+    ahead = average_forecast(fit.state.points, default_calibration())
     found = outlook(ahead, end)
     spacing = float(np.median(np.diff(compute)))
     low, _ = ahead.band(compute[-1:] + spacing, level=LEVEL)  # of the next evaluation

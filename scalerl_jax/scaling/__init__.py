@@ -2,27 +2,24 @@
 
 readers.py        reads runs from tables: tables.py (files), tfevents.py, cells.py (numbers), repeats.py
 units.py          units of compute, and the scale of a score
-law.py            the sigmoid, the power law for comparison, the straightened form
+law.py            the sigmoid, the power law for comparison, the straightened form; five laws, and draws of them
 points.py         checks the evaluations, separates R0 and the noise, and bins very many of them
-noise.py          the noise of a score
 paper_grid.py     the paper's fit, cell by cell
 least_squares.py  the fit over the whole plane of shapes
 profile.py        intervals and bands by profile likelihood
 resample.py       bootstrap
-family.py         A's interval over all laws that fit the points
+family.py         A's interval over all laws that fit the points, and whether any of them does
 trend.py          whether a run rises at all
 identify.py       whether the points identify A, and what compute would
 fit.py            fit_sigmoid, which combines all of these
-misfit.py         whether a law describes the points
-laws.py           five laws for a score, and draws of them (curve_draws.py)
+curve_draws.py    draws of curves from the posterior
 average.py        their average, with a discrepancy for each
-calibration.py    weights of the laws: read from calibration.json, fitted by calibrate.py, evaluated by judged.py
-backtest.py       the forecast made at half time against the outcome
-statement.py      the common wording of forecasts
+calibrate.py      fits its calibration, which calibration.json holds; judged.py: how often forecasts hold
+backtest.py       the forecast made at half time against the outcome, the outlook, and how forecasts are worded
 forecast.py       the gain that more compute will bring a run
 compare.py        which of several runs ends higher, and which gets there faster
 decide.py         the next experiment, by curves drawn from the posterior
-plot.py           plots of fits and forecasts; compare_plot.py, compare_json.py: of a comparison
+plot.py           plots of fits and forecasts; compare_plot.py: of a comparison
 commands/         scalerl-fit, scalerl-compare, scalerl-calibrate; reading.py: their input
 """
 

@@ -3,25 +3,55 @@
 Also the outlook for the rest of a run by the averaged forecast: the score at its end, and when more compute stops
 paying.
 
-stop    the most that the rest may gain (90 %) is less than `worth`
-go on   it may gain as much; beyond some compute, most likely, doubling the compute gains less than `worth`
+stop    the most that the rest may gain (90 %) is less than SEED_MARGIN
+go on   it may gain as much; beyond some compute, most likely, doubling the compute gains less than SEED_MARGIN
+
+A forecast in words has the same form on the console, in curve.png, in the report and in scalerl-fit:
+
+    forecast at half of the compute (model FLOPs): 0.931 at the end (90 %: 0.880 to 0.960); measured 0.927; 14 of 15
+    later evaluations within
+
+The interval is for an evaluation. The end of a running run is its last update; that of a finished one is the mean of
+its evaluations in the last quarter of the compute, which depends little on any single one.
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
-from scalerl_jax.scaling import calibration
-from scalerl_jax.scaling.average import AverageForecast, average_forecast
+from scalerl_jax.scaling.average import AverageForecast, average_forecast, default_calibration
 from scalerl_jax.scaling.fit import SigmoidFit, fit_sigmoid
 from scalerl_jax.scaling.forecast import Estimate
 from scalerl_jax.scaling.identify import SEED_MARGIN
 from scalerl_jax.scaling.points import MOST_POINTS, make_bins
-from scalerl_jax.scaling.statement import LEVEL, hours, outcome, statement
 from scalerl_jax.scaling.units import short_number
 
+LEVEL = 0.9  # of the intervals here
+PERCENT = f"{100 * LEVEL:.0f} %"
 LAST = 0.75  # share of the compute: later evaluations are the end
 HALF = "at half of the compute"
+_FURTHER = 64.0  # times the compute so far: limit of the outlook
+_PLACES = 49
+
+
+def statement(seen: str, axis: str, score: Estimate, where: str = "at the end") -> str:
+    """The forecast. seen: text on the evaluations used; axis: name of the compute; score: at LEVEL."""
+    return f"forecast {seen} ({axis}): {score.value:.3f} {where} ({PERCENT}: {score.low:.3f} to {score.high:.3f})"
+
+
+def of_asymptote(fit: SigmoidFit, rate: float | None) -> str:
+    """Whether the points identify A, and what compute would; rate: as in `hours`."""
+    cost = "" if fit.identified else hours(fit.compute_to_identify, rate)
+    return f"{fit.verdict}{cost}"
+
+
+def hours(compute: float, rate: float | None) -> str:
+    """Suffix with the device-hours of a compute. rate: device-hours per unit of compute, over the whole run so far.
+    "" if rate or compute is not known."""
+    if rate is None or not math.isfinite(compute):
+        return ""
+    return f"; up to there about {short_number(float(f'{compute * rate:.2g}'))} device-hours at this run's rate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +90,9 @@ class Backtest:
 
     @property
     def outcome(self) -> str:
-        return outcome(self.measured, self.within, self.later, bins=self.bins)
+        """What came of it, in words."""
+        within = f"{self.within} of {self.later} {'bins of ' if self.bins else ''}later evaluations within"
+        return f"measured {self.measured:.3f}; {within}"
 
 
 def forecast_at_half(compute, reward, counts=None) -> Backtest:
@@ -73,7 +105,7 @@ def forecast_at_half(compute, reward, counts=None) -> Backtest:
     compute = np.asarray(compute, np.float64)
     reward = np.asarray(reward, np.float64)
     fit = fit_sigmoid(compute, reward, fit_until="half", counts=counts)
-    return judged(compute, reward, fit, average_forecast(fit.state.points, calibration.default()), HALF)
+    return judged(compute, reward, fit, average_forecast(fit.state.points, default_calibration()), HALF)
 
 
 def judged(compute: np.ndarray, reward: np.ndarray, fit: SigmoidFit, ahead: AverageForecast, seen: str) -> Backtest:
@@ -102,38 +134,32 @@ def judged(compute: np.ndarray, reward: np.ndarray, fit: SigmoidFit, ahead: Aver
     )
 
 
-_FURTHER = 64.0  # times the compute so far: limit of the outlook
-_PLACES = 49
-
-
 @dataclasses.dataclass(frozen=True)
 class Outlook:
     """The outlook for the rest of a run. Intervals at LEVEL. Compute is in the unit of the points."""
 
-    end: float  # compute at the planned end
-    score: Estimate  # of the evaluation there
+    score: Estimate  # of the evaluation at the planned end
     gain: Estimate  # of the policy from now to there
-    pays_until: float  # compute beyond which a doubling gains less than `worth` in the median; inf: beyond the limit
-    worth: float
+    pays_until: float  # beyond this compute a doubling gains less than SEED_MARGIN in the median; inf: not found
 
     @property
     def goes_on(self) -> bool:
-        return self.gain.high >= self.worth
+        return self.gain.high >= SEED_MARGIN
 
     def sentence(self, seen: str, axis: str, *, place: str = "", rate: float | None = None) -> str:
         """The outlook in words. seen, axis: as in `statement`; place: text for `pays_until`; rate: as in `hours`."""
         text, gain = statement(seen, axis, self.score), self.gain
         rest = f"the rest gains {gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
         if not self.goes_on:
-            return f"{text}; {rest}, less than the {self.worth:g} that count: stop"
+            return f"{text}; {rest}, less than the {SEED_MARGIN:g} that count: stop"
         if not np.isfinite(self.pays_until):
             return f"{text}; {rest}: go on"
         place = place or short_number(self.pays_until)
-        after = f"from {place} on twice the compute gains less than {self.worth:g}, most likely"
+        after = f"from {place} on twice the compute gains less than {SEED_MARGIN:g}, most likely"
         return f"{text}; {rest}: go on; {after}{hours(self.pays_until, rate)}"
 
 
-def outlook(forecast: AverageForecast, end: float, *, worth: float = SEED_MARGIN) -> Outlook:
+def outlook(forecast: AverageForecast, end: float) -> Outlook:
     """end: compute of the whole run, greater than what was reached."""
     tails = [50 - 50 * LEVEL, 50, 50 + 50 * LEVEL]
     now, then = forecast.ways([forecast.reached, end]).T
@@ -143,12 +169,10 @@ def outlook(forecast: AverageForecast, end: float, *, worth: float = SEED_MARGIN
     per_doubling = (_PLACES - 1) // int(np.log2(_FURTHER))
     ways = forecast.ways(places)
     doubling = np.median(ways[:, per_doubling:] - ways[:, :-per_doubling], axis=0)
-    idle = doubling < worth
+    idle = doubling < SEED_MARGIN
     first = places[int(np.argmax(idle))] if idle.any() else np.inf
     return Outlook(
-        end=end,
         score=Estimate(float(at_end[1]), float(at_end[0]), float(at_end[2])),
         gain=Estimate(float(middle), float(low), float(high)),
         pays_until=float(first),
-        worth=worth,
     )

@@ -21,8 +21,8 @@ import scipy.optimize
 from scipy.special import logsumexp
 
 from scalerl_jax.scaling import average
-from scalerl_jax.scaling.calibration import SCALES, Calibration
-from scalerl_jax.scaling.laws import LAWS
+from scalerl_jax.scaling.average import SCALES, Calibration, Hindsight
+from scalerl_jax.scaling.law import LAWS
 from scalerl_jax.scaling.points import Points, TooFewPoints, check_points
 from scalerl_jax.scaling.trend import has_fallen
 
@@ -46,20 +46,6 @@ class CompleteRun:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Foretold:
-    """One law's forecast of later evaluations: the inputs of its density."""
-
-    away: np.ndarray  # [S, M] logits of the evaluations minus those of the draws
-    noise: np.ndarray  # [M] standard deviation of those logits as measured
-    distance: np.ndarray  # [M] ln of the compute over that of the last point
-
-    def log_density(self, growth: float) -> np.ndarray:
-        """Log densities [scales, M]."""
-        deviations = (scale * self.distance**growth for scale in SCALES)
-        return np.stack([average.log_density(self.away, self.noise, deviation) for deviation in deviations])
-
-
-@dataclasses.dataclass(frozen=True)
 class Case:
     """A run forecast from a fraction of its compute."""
 
@@ -67,8 +53,8 @@ class Case:
     fraction: float
     before: Points
     later: Points
-    foretold: Mapping[str, _Foretold]  # by law
-    record: Mapping[str, _Foretold] | None  # forecasts of the end of `before`; None: too few points
+    forecasts: Mapping[str, Hindsight]  # of `later`, by law
+    record: Mapping[str, Hindsight] | None  # of the end of `before`; None: too few points
 
 
 def cases(runs: Iterable[CompleteRun], *, tick: Callable[[], None] = lambda: None) -> list[Case]:
@@ -80,20 +66,9 @@ def cases(runs: Iterable[CompleteRun], *, tick: Callable[[], None] = lambda: Non
                 before, later = run.points.split(fraction * run.points.most)
             except TooFewPoints:
                 continue
-            try:
-                record = _foretell(*before.split(average.BACKTEST * before.most))
-            except TooFewPoints:
-                record = None
-            found.append(Case(run, fraction, before, later, _foretell(before, later), record))
+            forecasts, record = average.hindsight(before, later), average.hindsight_of_end(before)
+            found.append(Case(run, fraction, before, later, forecasts, record))
         tick()
-    return found
-
-
-def _foretell(before: Points, later: Points) -> dict[str, _Foretold]:
-    found = {}
-    for name in LAWS:
-        drawn = average.draw(name, before, count=average.RECORD_DRAWS, seed=0)
-        found[name] = _Foretold(*average.away(drawn, later), np.log(np.sort(later.compute) / before.most))
     return found
 
 
@@ -103,7 +78,7 @@ class Densities:
     def __init__(self, given: Sequence[Case]):
         self.given = given
         # By growth: for each case [laws * scales, M], and the record [laws * scales].
-        self.later = {growth: [_together(case.foretold, growth) for case in given] for growth in _GROWTHS}
+        self.later = {growth: [_together(case.forecasts, growth) for case in given] for growth in _GROWTHS}
         self.record = {
             growth: np.array([
                 np.zeros(len(LAWS) * len(SCALES))
@@ -115,8 +90,8 @@ class Densities:
         }  # fmt: skip
 
 
-def _together(foretold: Mapping[str, _Foretold], growth: float) -> np.ndarray:
-    return np.concatenate([foretold[name].log_density(growth) for name in LAWS])
+def _together(forecasts: Mapping[str, Hindsight], growth: float) -> np.ndarray:
+    return np.concatenate([forecasts[name].log_density(growth) for name in LAWS])
 
 
 def calibrate(densities: Densities, chosen: Sequence[int] | None = None) -> Calibration:
@@ -167,21 +142,19 @@ def _fit(densities: Densities, growth: float, chosen: Sequence[int]) -> scipy.op
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """The score of one law, or of the average, on one case; over all M later evaluations unless noted."""
+    """The score of one forecast on one case; over all M later evaluations unless noted."""
 
-    covered: tuple[float, ...]  # share within the band of each of LEVELS
-    crps: float  # continuous ranked probability score, in units of the score
+    covered: tuple[float, ...] | None  # share within the band of each of LEVELS; None if the forecast has no band
+    crps: float | None  # continuous ranked probability score, in units of the score; None if it was not computed
     error: float  # forecast minus measured, means of the last quarter of the run's compute
-    width: float  # of the widest band there
+    width: float | None  # of the widest band there; None as for covered
 
 
 def judge(case: Case, calibration: Calibration) -> dict[str, Score]:
     """The scores of "average" and of each law alone, with its own scales."""
     record = None
     if case.record is not None:
-        record = {
-            name: tuple(one.log_density(calibration.growth).mean(axis=1).tolist()) for name, one in case.record.items()
-        }
+        record = {name: one.record(calibration.growth) for name, one in case.record.items()}
     whole = average.from_record(case.before, calibration, record)
     found = {"average": _score(whole, case)}
     for name in LAWS:
@@ -254,7 +227,4 @@ def leave_one_out(given: Sequence[Case], *, tick: Callable[[], None] = lambda: N
 def whole_run(name: str, recipe: str, compute, passes, trials, *, task: str = "") -> CompleteRun:
     """Makes a CompleteRun. compute [N], one of them 0; passes and trials [N]. Raises ValueError naming a wrong row."""
     passes, trials = np.asarray(passes, np.float64), np.asarray(trials, np.float64)
-    points = check_points(
-        compute, passes / trials, initial_reward=None, burn_in=0.0, fit_until=None, counts=(passes, trials), run=None
-    )
-    return CompleteRun(name, recipe, task, points)
+    return CompleteRun(name, recipe, task, check_points(compute, passes / trials, counts=(passes, trials)))

@@ -29,6 +29,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,8 @@ from scalerl_jax.scaling.points import Points
 
 Interval = tuple[float, float]
 _SEED_RESAMPLES = 1000
+# Verdicts in words: a row's A against the baseline's, or a pair's first against its second.
+VERDICTS = {"": "baseline", "first": "higher", "second": "lower", "none": "no difference shown", "open": "undecided"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,22 +235,16 @@ def _mover(first: float, own: Interval, second: float, others: Interval) -> Inte
 
 def asymptote_intervals(run: Run, *, seed: int = 0) -> tuple[Interval, Interval]:
     """95 % and 90 % intervals of A: over all laws, widened to the bootstrap of whole seeds if there are several."""
-    fit = run.fit
-    samples = None
+    wide, narrow = (run.fit.interval("asymptote", level=level) for level in (0.95, 0.90))
     if run.seeds > 1:
         data = fit_module.squares_data(run.points)
-        estimate = tuple(fit.parameters.values())
+        estimate = tuple(run.fit.parameters.values())
         cells = least_squares.search_cells(data.log_compute)
-        samples = resample.bootstrap(run.points, data, cells, estimate, count=_SEED_RESAMPLES, seed=seed)[:, 0]
-    both = []
-    for level in (0.95, 0.90):
-        low, high = fit.interval("asymptote", level=level)
-        if samples is not None:
-            tail = 50 * (1 - level)
-            ends = np.percentile(samples, [tail, 100 - tail])
-            low, high = min(low, float(ends[0])), max(high, float(ends[1]))
-        both.append((low, high))
-    return both[0], both[1]
+        samples = resample.bootstrap(run.points, data, cells, estimate, count=_SEED_RESAMPLES, seed=seed)
+        resampled = dataclasses.replace(run.fit, samples=samples)
+        wide = profile.around(wide[0], wide, resampled.bootstrap_interval("asymptote", level=0.95))
+        narrow = profile.around(narrow[0], narrow, resampled.bootstrap_interval("asymptote", level=0.90))
+    return wide, narrow
 
 
 def _sentence(first: Run, second: Run, found: Difference, word: str, both, exponent, margin: float) -> str:
@@ -276,3 +273,70 @@ def _sentence(first: Run, second: Run, found: Difference, word: str, both, expon
 def _signed(found: Difference, digits: int = 3) -> str:
     low, high = (f"{end:+.{digits}f}" if math.isfinite(end) else "open" for end in found.interval_95)
     return f"{found.value:+.{digits}f} (95 %: {low} to {high})"
+
+
+# ---------------------------------------------------------------------- JSON
+
+
+def run_document(run: Run) -> dict[str, Any]:
+    """A run and its fit."""
+    fit = run.fit
+    return {
+        "run": run.name,
+        **fit.parameters,
+        "intervals_95": fit.intervals,
+        "points": fit.points,
+        "seeds": run.seeds,
+        "reached": run.reached,
+        "ssr": fit.ssr,
+        "identified": fit.identified,
+        "verdict": fit.verdict,
+    }
+
+
+def _difference_document(found: Difference | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {"value": found.value, "95": found.interval_95, "90": found.interval_90}
+
+
+def comparison_document(found: Comparison) -> dict[str, Any]:
+    """A comparison as scalerl-compare and scalerl-study write it; infinite and open numbers become null in the file."""
+    table = [
+        {
+            "run": row.run.name,
+            "asymptote": row.run.fit.asymptote,
+            "asymptote_95": row.interval_95,
+            "asymptote_difference": _difference_document(row.asymptote),
+            "verdict": VERDICTS[row.verdict],
+            "with_common_asymptote": None
+            if row.slope is None
+            else {
+                **row.slope.parameters,
+                "ssr": row.slope.ssr,
+                "exponent_95": row.slope.exponent_95,
+                "exponent_difference": _difference_document(row.exponent),
+            },
+        }
+        for row in found.table
+    ]
+    pairs = [
+        {
+            "first": pair.first.name,
+            "second": pair.second.name,
+            "asymptote_difference": _difference_document(pair.asymptote),
+            "verdict": VERDICTS[pair.verdict],
+            "common_asymptote": None if pair.slopes is None else pair.slopes[0].asymptote,
+            "exponents": None if pair.slopes is None else [slope.exponent for slope in pair.slopes],
+            "exponent_difference": _difference_document(pair.exponent),
+            "sentence": pair.sentence,
+        }
+        for pair in found.pairs
+    ]
+    return {
+        "baseline": found.baseline.name,
+        "margin": found.margin,
+        "common_asymptote": found.common_asymptote,
+        "table": table,
+        "pairs": pairs,
+    }

@@ -2,8 +2,8 @@
 
     R(C) = R0 + (A - R0) s(C; shape)
 
-A law gives s and a box of shapes with a prior (laws.py). The posterior, with a uniform A in [0, 1] (or A = 1), R0 as
-measured, and the noise's dispersion phi integrated out (noise.py; conjugate, so the likelihood is a Student's t):
+A law gives s and a box of shapes with a prior (law.py). The posterior, with a uniform A in [0, 1] (or A = 1), R0 as
+measured, and the noise's dispersion phi integrated out (points.py; conjugate, so the likelihood is a Student's t):
 
     ln p(shape | points) = ln prior - ln det(H) / 2 - n / 2 ln(nu_0 + Q) + ln P(0 <= A <= 1) + const
 

@@ -28,52 +28,16 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalerl_jax.scaling import laws
 from scalerl_jax.scaling.curve_draws import DrawnCurves
 from scalerl_jax.scaling.fit import SEED_MARGIN
-from scalerl_jax.scaling.law import double_precision
+from scalerl_jax.scaling.law import double_precision, draw_sigmoids
 from scalerl_jax.scaling.points import Points
-
-
-@dataclasses.dataclass(frozen=True)
-class Curves:
-    """S drawn curves, and the noise of an evaluation of them."""
-
-    drawn: DrawnCurves
-    evaluation_variance: float  # of a new evaluation like those given
-
-    @property
-    def asymptote(self) -> np.ndarray:  # [S]
-        return self.drawn.asymptote
-
-    @property
-    def exponent(self) -> np.ndarray:  # [S]
-        return np.exp(self.drawn.shape[:, 0])
-
-    @property
-    def midpoint(self) -> np.ndarray:  # [S]
-        return np.exp(self.drawn.shape[:, 1])
-
-    @property
-    def initial_reward(self) -> np.ndarray:  # [S]
-        return self.drawn.initial_reward
-
-    def at(self, compute) -> np.ndarray:
-        """Scores [S, M] at compute [M] above 0."""
-        return self.drawn.at(compute)
-
-
-def draw_curves(points: Points, *, count: int, seed: int) -> Curves:
-    """Draws `count` curves, in random order. Raises ValueError if the noise cannot be estimated from the points."""
-    drawn = laws.sigmoid(points, count=count, seed=seed)
-    return Curves(drawn, float(np.median(points.variance)) * float(np.median(drawn.dispersion)))
-
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # of the budget
 DECIDED = 0.05  # a choice with a lower probability of being wrong needs no experiment
@@ -89,10 +53,24 @@ class Contender:
     """A run to choose from."""
 
     name: str
-    curves: Curves
+    curves: DrawnCurves
+    evaluation_variance: float  # of a new evaluation like those so far
     reached: float  # compute of its last evaluation
     spacing: float  # compute between two evaluations
     seeds: int = 1  # all are extended, so an extension costs this many times
+
+
+def contender(name: str, points: Points, *, count: int, seed: int) -> Contender:
+    """Draws `count` curves of a run. Raises ValueError if the noise cannot be estimated from the points."""
+    curves = draw_sigmoids(points, count=count, seed=seed)
+    return Contender(
+        name,
+        curves,
+        evaluation_variance=float(np.median(points.variance)) * float(np.median(curves.dispersion)),
+        reached=points.most,
+        spacing=float(np.median(np.diff(np.unique(points.compute)))),
+        seeds=len(np.unique(points.run)),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +173,7 @@ def _weights(run: Contender, extra: float, truths: int, noise: np.ndarray) -> ja
     were extended."""
     compute = run.reached + extra * np.arange(1, _STEPS + 1) / _STEPS
     evaluations = extra / run.spacing * run.seeds
-    variance = run.curves.evaluation_variance * _STEPS / evaluations
+    variance = run.evaluation_variance * _STEPS / evaluations
     return _importance(run.curves.at(compute), noise[:truths], variance, truths)
 
 
@@ -250,3 +228,24 @@ def _outcome(cdf, cdf_margin, grid):
     mean = jnp.sum(mass * grid, axis=-1)
     highest = jnp.sum(jnp.diff(jnp.prod(cdf, axis=0), axis=-1, prepend=0.0) * grid, axis=-1)  # [truths]
     return jnp.mean(jnp.min(wrong, axis=0)), jnp.mean(highest - jnp.max(mean, axis=0))
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """A plan as scalerl-compare writes it in JSON."""
+
+    def extension(one: Extension | None) -> dict[str, Any] | None:
+        if one is None:
+            return None
+        return {"extra": one.extra, "compute": one.cost, "wrong": one.wrong, "shortfall": one.regret}
+
+    return {
+        "by": "asymptote" if plan.at is None else "score",
+        "at": plan.at,
+        "best_now": plan.best,
+        "wrong_now": plan.wrong,
+        "shortfall_now": plan.regret,
+        "chance_to_be_best": plan.chances,
+        "extensions": [extension(one) for one in plan.extensions],
+        "recommended": extension(plan.recommended),
+        "reason": plan.reason,
+    }

@@ -19,8 +19,8 @@ import dataclasses
 import jax
 import numpy as np
 
-from scalerl_jax.scaling import identify, law, least_squares, misfit, paper_grid, profile, resample, trend
-from scalerl_jax.scaling.family import Family, find_family
+from scalerl_jax.scaling import identify, law, least_squares, paper_grid, profile, resample, trend
+from scalerl_jax.scaling.family import Family, find_family, find_misfit
 from scalerl_jax.scaling.identify import SEED_MARGIN as SEED_MARGIN
 from scalerl_jax.scaling.law import double_precision
 from scalerl_jax.scaling.points import Points, check_points
@@ -36,7 +36,7 @@ class SigmoidFit(law.Sigmoid):
     ssr: float  # sum of squared residuals over the points used (times trials / mean trials where counts differ)
     points: int  # number of points used, before binning
     intervals: dict[str, tuple[float, float]]  # 95 %, of asymptote, exponent, midpoint; 0 or inf where open
-    identified: bool  # the points identify A (identify.py), and a law describes them (misfit.py)
+    identified: bool  # the points identify A (identify.py), and a law describes them (family.py)
     verdict: str  # one sentence: A is identified; or what fits as well and what compute would identify it; or no rise
     used: np.ndarray  # [N] bool over the points given
     dispersion: float  # noise variance of the residuals over that of the counts (without counts: the variance itself)
@@ -44,7 +44,7 @@ class SigmoidFit(law.Sigmoid):
     samples: np.ndarray | None = dataclasses.field(default=None, repr=False)  # [bootstrap, 4] A, B, C_mid, R0
     trend: str = trend.RISING  # otherwise the parameters have no meaning (trend.py)
     bins: int | None = None  # number of means fitted, if there are too many points (points.py)
-    misfit: str = ""  # why no law describes the points (misfit.py); "" without evidence of it
+    misfit: str = ""  # why no law describes the points (family.py); "" without evidence of it
     compute_to_identify: float = np.inf  # evaluations up to this compute identify A; the points' end if they already do
     laws: Family | None = dataclasses.field(default=None, repr=False)  # all laws; None: the points do not rise
 
@@ -201,13 +201,13 @@ def fit_sigmoid(
         laws = find_family(state)
         intervals["asymptote"] = profile.around(estimate[0], laws.interval(LEVEL))
         if grid == "auto":  # the paper has no such test
-            why = misfit.find_misfit(points, laws.predict(points.compute))
+            why = find_misfit(points, laws.predict(points.compute))
         if not why:
             bounds = (*intervals["asymptote"], intervals["midpoint"][1])
             fitted = law.Sigmoid(*estimate).parameters
             reached = float(_curve(_widened(np.array([points.most])), **fitted)[0])
             identified = bool(identify.is_identified(*bounds, initial=estimate[3], most=points.most, reached=reached))
-            needed = points.most if identified else identify.compute_that_tells(laws, estimate, intervals)
+            needed = points.most if identified else identify.compute_to_identify(laws, estimate, intervals)
         verdict = identify.sentence(identified, intervals["asymptote"], most=points.most, needed=needed, misfit=why)
     else:
         verdict = trend.sentence(word, points)

@@ -137,8 +137,7 @@ def _gain_range(log_start, log_end, shapes, data, constraint, best, rise):
         initial = jnp.where(exact, data.initial, (ss * uy - us * sy) / determinant)
         asymptote = (sy - initial * us) / ss
         r = y - initial * u - asymptote * s
-        prior = constraint.prior_precision * (shape[0] - constraint.prior_mean) ** 2
-        cost = jnp.sum(w * r * r) + known * (data.initial - initial) ** 2 + prior
+        cost = jnp.sum(w * r * r) + known * (data.initial - initial) ** 2
         left = rise + best.cost - cost
         spread = jnp.where(exact, 1 / ss, (uu + 2 * us + ss) / determinant)  # c^T H^-1 c for c = (-1, 1)
         reach = jnp.sqrt(jnp.maximum(left, 0.0) * spread)
@@ -211,5 +210,5 @@ def _range(found: Estimate) -> str:
     return f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
 
 
-def _short(value: float | None) -> str:
-    return "never" if value is None or not math.isfinite(value) else short_number(value)
+def _short(value: float) -> str:
+    return short_number(value) if math.isfinite(value) else "never"

@@ -3,7 +3,7 @@
 They identify A if its 95 % interval over all laws that fit (family.py) is narrower than 0.04 and lies inside (R0, 1),
 and the data reach 1.5 times the upper end of C_mid's interval: only then is the bend behind them, and an apparent
 asymptote is a real one. An interval that ends at 1 is cut off there, and may be narrow for that reason only, unless the
-curve is within 0.04 of 1 already: no score is above 1, and none falls. If no law describes the points (misfit.py) they
+curve is within 0.04 of 1 already: no score is above 1, and none falls. If no law describes the points (family.py) they
 do not identify A, whatever its interval.
 
 If they do not, the run is assumed to continue along its fitted curve, evaluated as often and as finely as so far. The
@@ -43,7 +43,7 @@ def is_identified(low, high, highest_midpoint, initial, most, reached):
     return closed & narrow & (most >= IDENTIFIED_REACH * highest_midpoint)
 
 
-def compute_that_tells(
+def compute_to_identify(
     laws: Family, estimate: tuple[float, float, float, float], intervals: dict[str, tuple[float, float]]
 ) -> float:
     """The compute up to which evaluations of the same kind are expected to identify A; inf if above 100 times the
@@ -108,7 +108,7 @@ def _half_widths(information: np.ndarray, rise: np.ndarray, which: int, now: flo
 
 def sentence(identified: bool, interval: tuple[float, float], most: float, needed: float, misfit: str = "") -> str:
     """The verdict as the command prints it. interval: of A; most: the compute reached; needed: the compute that would
-    identify A; misfit: why no law describes the points (misfit.py)."""
+    identify A; misfit: why no law describes the points (family.py)."""
     low, high = interval
     ends = f"(these end at {_number(float(f'{most:.4g}'))})"
     if identified:

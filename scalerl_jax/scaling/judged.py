@@ -5,6 +5,7 @@
                     first 9 % of it left out, as 1,500 of 16,000 GPU-hours are); it has no band
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -91,34 +92,32 @@ def summaries(cases: Sequence[Case], scores: Sequence[dict[str, Score]], sigmoid
     """The average first, then the laws, then the sigmoid alone."""
     found = []
     for fraction in FRACTIONS:
-        rows = [index for index, case in enumerate(cases) if case.fraction == fraction]
-        if not rows:
-            continue
-        for name in scores[rows[0]]:
-            ones = [scores[row][name] for row in rows]
-            covered = _mean([one.covered for one in ones])
-            found.append(
-                _summary(
-                    fraction, name, covered, float(np.mean([one.crps for one in ones])),
-                    [one.error for one in ones], float(np.mean([one.width for one in ones])),
-                )
-            )  # fmt: skip
-        alone = [sigmoids[row] for row in rows]
-        width = float(np.mean([one.width for one in alone]))
-        covered = _mean([one.covered for one in alone])
-        found.append(_summary(fraction, "sigmoid, profile", covered, None, [one.error for one in alone], width))
-        found.append(_summary(fraction, "paper's procedure", None, None, [one.paper_error for one in alone], None))
+        rows = [
+            {
+                **of_laws,
+                "sigmoid, profile": Score(alone.covered, None, alone.error, alone.width),
+                "paper's procedure": Score(None, None, alone.paper_error, None),
+            }
+            for case, of_laws, alone in zip(cases, scores, sigmoids)
+            if case.fraction == fraction
+        ]
+        if rows:
+            found += [_summary(fraction, name, [row[name] for row in rows]) for name in rows[0]]
     return found
 
 
-def _mean(covered: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    return tuple(float(share) for share in np.mean(covered, axis=0))
-
-
-def _summary(fraction, name, covered, crps, errors, width) -> Summary:
+def _summary(fraction: float, name: str, ones: Sequence[Score]) -> Summary:
+    errors = [one.error for one in ones]
     size = np.abs(errors)
     return Summary(
-        fraction, name, covered, crps, float(size.mean()), float(np.median(size)), float(np.mean(errors)), width
+        fraction=fraction,
+        forecast=name,
+        covered=None if ones[0].covered is None else tuple(np.mean([one.covered for one in ones], axis=0).tolist()),
+        crps=None if ones[0].crps is None else float(np.mean([one.crps for one in ones])),
+        mean_error=float(size.mean()),
+        median_error=float(np.median(size)),
+        bias=float(np.mean(errors)),
+        width=None if ones[0].width is None else float(np.mean([one.width for one in ones])),
     )
 
 
@@ -139,9 +138,6 @@ def case_document(case: Case, scores: dict[str, Score], alone: Sigmoid) -> dict[
         "task": case.run.task,
         "fraction": case.fraction,
         "evaluations": len(case.later.compute),
-        "forecasts": {
-            name: {"covered": one.covered, "crps": one.crps, "error": one.error, "width": one.width}
-            for name, one in scores.items()
-        },
+        "forecasts": {name: dataclasses.asdict(one) for name, one in scores.items()},
         "sigmoid": alone._asdict(),
     }

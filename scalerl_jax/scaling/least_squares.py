@@ -4,7 +4,6 @@ For a given shape b = (ln B, ln C_mid) the curve R0 (1 - s) + A s is linear in R
 only the two numbers of the shape are searched:
 
     Q(b) = min over A in [low, high], R0 of   sum_i w_i (y_i - R0 (1 - s_i(b)) - A s_i(b))^2 + w_0 (y_0 - R0)^2
-           + prior precision * (ln B - prior mean)^2
 
 First on cells over the whole plane of shapes (sums over the points are matrix products that many data sets share), then
 by Levenberg-Marquardt from chosen cells, with the exact derivative of the eliminated problem. Everything is written for
@@ -48,8 +47,6 @@ class Constraint(NamedTuple):
     high: jax.Array
     exponent_fixed: jax.Array  # bool: ln B stays at the start's
     midpoint_fixed: jax.Array  # bool: ln C_mid stays at the start's
-    prior_mean: jax.Array  # of ln B
-    prior_precision: jax.Array  # 0: no prior
 
 
 class Solution(NamedTuple):
@@ -96,8 +93,8 @@ def make_data(
 
 
 def free(low: float = 0.0, high: float = 1.0) -> Constraint:
-    """Only the range of A is constrained, without a prior."""
-    return Constraint(np.float64(low), np.float64(high), np.False_, np.False_, np.float64(0.0), np.float64(0.0))
+    """Only the range of A is constrained."""
+    return Constraint(np.float64(low), np.float64(high), np.False_, np.False_)
 
 
 def search_cells(log_compute: np.ndarray, midpoint_grid: np.ndarray | None = None, *, coarse: bool = False) -> Cells:
@@ -178,18 +175,12 @@ def quadratic(shape, data: Data) -> Quadratic:
 
 
 def residuals(shape, data: Data, constraint: Constraint):
-    """[N + 2] whose sum of squares is Q: the points, the row of R0, the prior."""
+    """[N + 1] whose sum of squares is Q: the points, and the row of R0."""
     initial, asymptote = eliminate(shape, data, constraint.low, constraint.high)
     s = jax.nn.sigmoid(jnp.exp(shape[0]) * (data.log_compute - shape[1]))
     points = jnp.sqrt(data.weight) * (data.reward - initial * (1 - s) - asymptote * s)
     known = jnp.where(jnp.isinf(data.initial_weight), 0.0, data.initial_weight)
-    extra = jnp.stack(
-        [
-            jnp.sqrt(known) * (data.initial - initial),
-            jnp.sqrt(constraint.prior_precision) * (shape[0] - constraint.prior_mean),
-        ]
-    )
-    return jnp.concatenate([points, extra])
+    return jnp.append(points, jnp.sqrt(known) * (data.initial - initial))
 
 
 def cell_costs(cells: Cells, data: Data, constraint: Constraint):
@@ -201,8 +192,7 @@ def cell_costs(cells: Cells, data: Data, constraint: Constraint):
     y0, w0 = data.initial, data.initial_weight
     r, a = _linear_part(uu, us, ss, uy, sy, y0, w0, constraint.low, constraint.high)
     known = jnp.where(jnp.isinf(w0), 0.0, w0)
-    cost = total_yy - 2 * (r * uy + a * sy) + r * r * uu + 2 * r * a * us + a * a * ss + known * (r - y0) ** 2
-    return cost + constraint.prior_precision * (cells.shape[:, 0] - constraint.prior_mean) ** 2
+    return total_yy - 2 * (r * uy + a * sy) + r * r * uu + 2 * r * a * us + a * a * ss + known * (r - y0) ** 2
 
 
 def polish(shape, data: Data, constraint: Constraint, *, steps: int = _STEPS, tolerance: float = 1e-15) -> Solution:

@@ -14,10 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from scalerl_jax.scaling.backtest import LAST, Backtest
+from scalerl_jax.scaling.backtest import LAST, LEVEL, PERCENT, Backtest
 from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.points import MOST_POINTS, thinned
-from scalerl_jax.scaling.statement import LEVEL, PERCENT
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system.files import write_whole
 

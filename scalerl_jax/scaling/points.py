@@ -11,17 +11,101 @@ thousand means of them. So more than MOST_POINTS rows are binned, each run separ
     weight   the number of rows, or the trials; the scatter of the rows around their mean is kept for the noise
 
 A bin is at most 1/512 of the range of ln C wide: the law's curvature within it is far below the scatter of its rows.
+
+The noise of an evaluation's score around the policy's true score comes from pass counts or from the scatter. With the
+passes of every prompt, the sampling noise of a score on *these* prompts is known: each prompt contributes
+p (1 - p) / (G - 1), without bias. With totals only, R (1 - R) / N is an upper bound, since the differences between
+prompts are not known (prompts that always or never pass have no noise). Without counts only the residuals are used. In
+all three cases the residuals contribute: the noise variance is that of the counts times a dispersion
+
+    phi = (nu_0 + Q / variance) / (nu_0 + degrees of freedom)
+
+i.e. the counts weigh as much as nu_0 residuals, and intervals use Student's t with both.
 """
 
 import dataclasses
 
 import numpy as np
 
-from scalerl_jax.scaling import noise
-
+PARAMETERS = 3  # A, B, C_mid
+LEAST_VARIANCE = 1e-8  # of a score: 1e-4 is below what any evaluation resolves
+BELIEF_PROMPTS = 10.0  # nu_0 with the passes of every prompt
+BELIEF_TOTALS = 4.0  # nu_0 with totals only
 MOST_POINTS = 2000  # rows above which points are binned
 _BINS = 1024  # at most, for all runs together; for one run at least _LEAST
 _LEAST = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Passes and trials of each evaluation by prompt; a single column holds totals."""
+
+    passes: np.ndarray  # [N, prompts]
+    trials: np.ndarray  # [N, prompts]
+
+    @property
+    def per_prompt(self) -> bool:
+        return self.passes.shape[1] > 1 and bool(np.all(self.trials[self.trials > 0] > 1))
+
+    @property
+    def total(self) -> np.ndarray:
+        """Trials of each evaluation, [N]."""
+        return self.trials.sum(axis=1)
+
+    def rows(self, chosen: np.ndarray) -> "Counts":
+        return Counts(self.passes[chosen], self.trials[chosen])
+
+    def score(self) -> np.ndarray:
+        """Mean over prompts of passes / trials, [N]; prompts without a trial do not count."""
+        asked = self.trials > 0
+        return np.sum(self.passes / np.where(asked, self.trials, 1), axis=1) / asked.sum(axis=1)
+
+    def variance(self) -> np.ndarray:
+        """Variance of the score of each evaluation with fixed prompts, [N], above 0."""
+        total = self.total
+        # Never 0, even if all passed: the rule of succession bounds what N trials without a failure still allow.
+        shrunk = (self.passes.sum(axis=1) + 1) / (total + 2)
+        floor = shrunk * (1 - shrunk) / total
+        if not self.per_prompt:
+            return floor
+        asked = self.trials > 0
+        trials = np.where(asked, self.trials, 2)
+        rate = self.passes / trials
+        fixed = np.sum(np.where(asked, rate * (1 - rate) / (trials - 1), 0.0), axis=1) / asked.sum(axis=1) ** 2
+        return np.maximum(fixed, 0.05 * floor)
+
+
+def read_counts(counts, points: int) -> Counts | None:
+    """Accepts (passes, trials), each [N] or [N, prompts] (trials also a number), or an array [N, 2].
+
+    Raises ValueError naming the row where passes and trials are inconsistent.
+    """
+    if counts is None or isinstance(counts, Counts):
+        return counts
+    if isinstance(counts, np.ndarray) and counts.ndim == 2 and counts.shape[1] == 2:
+        counts = counts.T
+    if len(counts) != 2:
+        raise ValueError("counts: expected (passes, trials), or an array of two columns, passes and trials")
+    passes, trials = counts
+    passes = np.asarray(passes, np.float64)
+    if passes.ndim not in (1, 2) or len(passes) != points:
+        raise ValueError(f"counts: passes have shape {passes.shape}, but there are {points} points")
+    trials = np.asarray(trials, np.float64)
+    if trials.ndim == 1 and passes.ndim == 2 and len(trials) == points:
+        trials = trials[:, None]
+    if trials.ndim > passes.ndim:
+        raise ValueError(f"counts: trials have shape {trials.shape}, passes {passes.shape}")
+    passes, trials = np.broadcast_arrays(passes, trials)
+    wrong = ~((passes >= 0) & (passes <= trials) & np.isfinite(trials))
+    if wrong.any():
+        row = int(np.argwhere(wrong)[0][0])
+        raise ValueError(f"counts: row {row}: passes must be between 0 and the trials")
+    if passes.ndim == 1:
+        passes, trials = passes[:, None], trials[:, None]
+    empty = trials.sum(axis=1) == 0
+    if empty.any():
+        raise ValueError(f"counts: row {int(np.argmax(empty))}: no trials")
+    return Counts(np.array(passes), np.array(trials))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +142,6 @@ def thinned(compute: np.ndarray, reward: np.ndarray) -> tuple[np.ndarray, np.nda
     return np.exp(bins.sums(np.log(compute)) / bins.rows), bins.sums(reward) / bins.rows
 
 
-PARAMETERS = 3  # A, B, C_mid
-LEAST_VARIANCE = 1e-8  # of a score: 1e-4 is below what any evaluation resolves
-
-
 class TooFewPoints(ValueError):
     """The window has too few points for the law; more evaluations would help."""
 
@@ -72,13 +152,13 @@ class Points:
 
     compute: np.ndarray  # [N]
     reward: np.ndarray  # [N]
-    counts: noise.Counts | None  # one row for each point
+    counts: Counts | None  # one row for each point
     run: np.ndarray  # [N] int, the run of each point
     used: np.ndarray  # [given] bool
     initial: float  # R0: given, or the mean of the rows at compute 0
     initial_mode: str  # exact: given as a number | measured: the rows at 0, held fixed | free: fitted
     initial_rows: int  # rows at compute 0
-    initial_counts: noise.Counts | None  # of those rows
+    initial_counts: Counts | None  # of those rows
     most: float  # compute of the last row used
     binned: np.ndarray | None = None  # [N] rows in each point, if binned
     scatter: float = 0.0  # sum of squares of the rows around the means of their bins, times trials_weight
@@ -137,7 +217,7 @@ class Points:
         """The number of residuals that the counts' information on the noise is worth."""
         if self.counts is None:
             return 0.0
-        return noise.BELIEF_PROMPTS if self.counts.per_prompt else noise.BELIEF_TOTALS
+        return BELIEF_PROMPTS if self.counts.per_prompt else BELIEF_TOTALS
 
     @property
     def degrees(self) -> float:
@@ -175,7 +255,9 @@ class Points:
         )
 
 
-def check_points(compute, reward, *, initial_reward, burn_in, fit_until, counts, run) -> Points:
+def check_points(
+    compute, reward, *, initial_reward=None, burn_in: float = 0.0, fit_until=None, counts=None, run=None
+) -> Points:
     """Arguments as in fit_sigmoid. Raises ValueError that names the row (from 0) or the argument."""
     compute = np.asarray(compute, np.float64)
     reward = np.asarray(reward, np.float64)
@@ -191,7 +273,7 @@ def check_points(compute, reward, *, initial_reward, burn_in, fit_until, counts,
         if wrong.any():
             row = int(np.argmax(wrong))
             raise ValueError(f"{name}: row {row}: {values[row]} {what}")
-    counts = noise.read_counts(counts, len(compute))
+    counts = read_counts(counts, len(compute))
     if counts is not None:
         apart = np.abs(counts.score() - reward)
         if apart.max() > 0.02:
@@ -254,7 +336,7 @@ def _put_together(points: Points) -> Points:
     reward = bins.sums(weight * points.reward) / of_bin
     counts = None
     if points.counts is not None:
-        counts = noise.Counts(bins.sums(points.counts.passes), bins.sums(points.counts.trials))
+        counts = Counts(bins.sums(points.counts.passes), bins.sums(points.counts.trials))
     first = np.unique(bins.of_row, return_index=True)[1]
     return dataclasses.replace(
         points,

@@ -1,6 +1,6 @@
 """Profile likelihood: for each value of one parameter, the best fit over the others.
 
-With Q the weighted sum of squares (weights 1 / variance) and phi the dispersion (noise.py), the interval of A is
+With Q the weighted sum of squares (weights 1 / variance) and phi the dispersion (points.py), the interval of A is
 
     { A : min over the others of Q - min Q  <=  phi * F(level; 1, nu_0 + degrees of freedom) }
 
@@ -131,8 +131,7 @@ def band(log_compute, shapes, data: Data, constraint: Constraint, best: Solution
         t = jax.nn.sigmoid(jnp.exp(shape[0]) * (log_compute - shape[1]))  # [M]
         # The quadratic of (R0, A) at this shape: its minimum, and the range of a prediction for the remaining rise.
         q = least_squares.quadratic(shape, data)
-        prior = constraint.prior_precision * (shape[0] - constraint.prior_mean) ** 2
-        left = rise + best.cost - q.squares - q.pull - prior
+        left = rise + best.cost - q.squares - q.pull
         moves = jnp.where(q.exact, 0.0, (1 - t) ** 2 * q.h11 - 2 * t * (1 - t) * q.h01) + t * t * q.h00
         reach = jnp.sqrt(jnp.maximum(left, 0.0) * moves / q.determinant)
         centre = q.initial * (1 - t) + q.asymptote * t

@@ -19,7 +19,7 @@ import numpy as np
 from scalerl_jax.scaling import cells as cells_lib
 from scalerl_jax.scaling import repeats, tfevents
 from scalerl_jax.scaling.cells import BAD, BLANK, NAN
-from scalerl_jax.scaling.noise import Counts
+from scalerl_jax.scaling.points import Counts
 from scalerl_jax.scaling.tables import RUN_FOLDER_FILE, TRAINER_STATE_FILE, InputError, Table, read_table
 from scalerl_jax.scaling.units import TYPICAL_HOURS, typical_hours
 

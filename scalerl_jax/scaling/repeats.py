@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from scalerl_jax.scaling.noise import Counts
+from scalerl_jax.scaling.points import Counts
 
 _LISTED = "tell them apart with --run_column or --seed_column"
 

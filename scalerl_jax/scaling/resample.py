@@ -3,7 +3,7 @@
 The kind of resampling depends on the request and the data:
 
 fixed prompts  (default) the score of these prompts, resampled: each evaluation varies by its own sampling noise,
-               from its counts (noise.py). The interval is for these prompts.
+               from its counts (points.py). The interval is for these prompts.
 population     one set of prompts, drawn with replacement and used for all evaluations of the resample, the one at
                compute 0 included (a set per evaluation would count the difference between prompts as noise of each
                point). The interval is for the population of prompts. Needs the passes by prompt.

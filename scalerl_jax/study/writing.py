@@ -21,7 +21,7 @@ from scalerl_jax.report.score import curve
 from scalerl_jax.run.jsonl import column
 from scalerl_jax.scaling import readers
 from scalerl_jax.scaling.commands import results as lay_out
-from scalerl_jax.scaling.compare_json import comparison_document, run_document
+from scalerl_jax.scaling.compare import comparison_document, run_document
 from scalerl_jax.scaling.units import axis_name, short_number
 from scalerl_jax.study.members import Study
 from scalerl_jax.study.results import Member, Results, StudyResults

@@ -53,16 +53,10 @@ class Recipe:
     def end(self):
         return float(self.compute[-1])
 
-    def curves(self, seed):
-        seen = self.compute <= self.reached
-        points = check_points(
-            self.compute[seen], self.reward[seen], initial_reward=None, burn_in=0, fit_until=None,
-            counts=(self.passes[seen], 16), run=None,
-        )  # fmt: skip
-        return decide.draw_curves(points, count=FLAGS.curves, seed=seed)
-
     def contender(self, seed):
-        return decide.Contender(self.name, self.curves(seed), self.reached, FLAGS.spacing)
+        seen = self.compute <= self.reached
+        points = check_points(self.compute[seen], self.reward[seen], counts=(self.passes[seen], 16))
+        return decide.contender(self.name, points, count=FLAGS.curves, seed=seed)
 
     def extend(self, extra):
         steps = max(1, round(min(extra, FLAGS.stride) / FLAGS.spacing))

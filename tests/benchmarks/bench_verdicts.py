@@ -15,7 +15,8 @@ import dataclasses
 import numpy as np
 from absl import app, flags
 
-from scalerl_jax.scaling import compare, fit_sigmoid, identify, misfit
+from scalerl_jax.scaling import compare, fit_sigmoid, identify
+from scalerl_jax.scaling.family import find_misfit
 from scalerl_jax.scaling.fit import Run, SigmoidFit
 from tests.scaling.simulated import evaluated, sigmoid_intervals
 
@@ -51,7 +52,7 @@ def by_sigmoid(fit: SigmoidFit) -> SigmoidFit:
     """The fit as if the sigmoid were the only law."""
     intervals = sigmoid_intervals(fit)
     points = fit.state.points
-    why = misfit.find_misfit(points, fit.predict(points.compute))
+    why = find_misfit(points, fit.predict(points.compute))
     reached = float(fit.predict(points.most))
     ends = (*intervals["asymptote"], intervals["midpoint"][1])
     told = identify.is_identified(*ends, initial=fit.initial_reward, most=points.most, reached=reached)

@@ -13,7 +13,7 @@ from scalerl_jax import config_check
 from scalerl_jax.config import Config
 from scalerl_jax.objective.advantages import NORMALIZATIONS
 from scalerl_jax.objective.losses import LOSSES
-from scalerl_jax.scaling.laws import LAWS
+from scalerl_jax.scaling.law import LAWS
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"

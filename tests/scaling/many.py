@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import scipy.stats
 
-from scalerl_jax.scaling import least_squares, noise, profile
+from scalerl_jax.scaling import least_squares, profile
 from scalerl_jax.scaling.law import double_precision
 from scalerl_jax.scaling.least_squares import Data, search_cells
-from scalerl_jax.scaling.points import PARAMETERS
+from scalerl_jax.scaling.points import BELIEF_PROMPTS, BELIEF_TOTALS, PARAMETERS, read_counts
 from scalerl_jax.scaling.profile import read_intervals
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 
@@ -70,12 +70,12 @@ def simulate(rng: np.random.Generator, row, compute: np.ndarray, runs: int, *, t
     reward = passes.mean(axis=2) / SAMPLES
     variance, belief = np.ones(reward.shape), 0.0
     if told == "prompts":
-        variance = np.stack([noise.read_counts((one, SAMPLES), len(scores)).variance() for one in passes])
-        belief = noise.BELIEF_PROMPTS
+        variance = np.stack([read_counts((one, SAMPLES), len(scores)).variance() for one in passes])
+        belief = BELIEF_PROMPTS
     elif told == "totals":
         trials = np.full(len(scores), PROMPTS * SAMPLES)
-        variance = np.stack([noise.read_counts((one.sum(axis=1), trials), len(scores)).variance() for one in passes])
-        belief = noise.BELIEF_TOTALS
+        variance = np.stack([read_counts((one.sum(axis=1), trials), len(scores)).variance() for one in passes])
+        belief = BELIEF_TOTALS
     return Simulated(compute, reward[:, 1:], variance[:, 1:], reward[:, 0], variance[:, 0], belief, passes)
 
 

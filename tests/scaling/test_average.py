@@ -7,10 +7,10 @@ import pytest
 from scipy import stats
 from scipy.special import logit
 
-from scalerl_jax.scaling import average, calibration
+from scalerl_jax.scaling import average
+from scalerl_jax.scaling.average import SCALES, Calibration
 from scalerl_jax.scaling.backtest import outlook
-from scalerl_jax.scaling.calibration import SCALES, Calibration
-from scalerl_jax.scaling.laws import LAWS
+from scalerl_jax.scaling.law import LAWS
 from scalerl_jax.scaling.points import check_points
 from scalerl_jax.scaling.units import short_number
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
@@ -32,17 +32,14 @@ EVEN = Calibration(dict.fromkeys(LAWS, (0.0, 0.0, 0.2, 0.0, 0.0)), growth=1.0, r
 def simulated(run="ScaleRL", seed=0, compute=COMPUTE):
     at = np.concatenate([compute, LATER])
     passes = sampled_passes(np.random.default_rng(seed), curve(at, *TABLE_1[run]), runs=1, prompts=300)[0]
-    points = check_points(
-        compute, passes[: len(compute)].mean(axis=1) / 16, initial_reward=None, burn_in=0.0, fit_until=None,
-        counts=(passes[: len(compute)], 16), run=None,
-    )  # fmt: skip
+    points = check_points(compute, passes[: len(compute)].mean(axis=1) / 16, counts=(passes[: len(compute)], 16))
     return points, passes[len(compute) :].mean(axis=1) / 16
 
 
 @pytest.mark.parametrize("growth", [1.0, 0.5])
 def test_the_discrepancy_is_normal_in_the_logit_and_grows(growth):
     points, _ = simulated()
-    drawn = logit(average.draw("sigmoid", points, count=average.DRAWS, seed=0).at(LATER))
+    drawn = logit(average.draw("sigmoid", points, count=average.DRAWS).at(LATER))
     forecast = average.average_forecast(points, only("sigmoid", 0.6, growth=growth))
     assert forecast.law_weights["sigmoid"] == pytest.approx(1, abs=1e-9)
     z = (logit(forecast.ways(LATER)) - drawn) / (0.6 * np.log(LATER / points.most) ** growth)
@@ -88,7 +85,7 @@ def test_an_evaluation_is_less_certain_than_the_policy():
     points, _ = simulated()
     forecast = average.average_forecast(points, EVEN)
     low, high = forecast.band(LATER, level=0.9)
-    inner_low, inner_high = forecast.band(LATER, level=0.9, evaluation=False)
+    inner_low, inner_high = np.quantile(forecast.ways(LATER), [0.05, 0.95], axis=0)
     assert np.mean(high - low - (inner_high - inner_low)) > 0 and np.all(high - low > 0.97 * (inner_high - inner_low))
     wider_low, wider_high = forecast.band(LATER, level=0.95)
     assert np.all(wider_low <= low) and np.all(high <= wider_high)
@@ -96,7 +93,7 @@ def test_an_evaluation_is_less_certain_than_the_policy():
     assert np.all((low < middle) & (middle < high))
     sure = average.average_forecast(points, only("sigmoid"))
     low, high = sure.band(LATER, level=0.9)
-    inner_low, inner_high = sure.band(LATER, level=0.9, evaluation=False)
+    inner_low, inner_high = np.quantile(sure.ways(LATER), [0.05, 0.95], axis=0)
     assert np.all(low < inner_low - 1e-3) and np.all(inner_high < high - 1e-3)
     at_half = forecast.evaluations([8000.0]) - forecast.ways([8000.0])
     expected = np.sqrt(np.median(points.variance))
@@ -160,9 +157,9 @@ def test_a_run_that_is_done_is_told_to_stop_and_one_that_climbs_to_go_on():
 
 def test_a_calibration_is_read_as_it_is_written(tmp_path):
     path = tmp_path / "calibration.json"
-    path.write_text(calibration.text(EVEN))
-    assert calibration.read(str(path)) == EVEN
-    assert calibration.default().runs > 0
+    path.write_text(EVEN.text())
+    assert average.read_calibration(str(path)) == EVEN
+    assert average.default_calibration().runs > 0
 
 
 @pytest.mark.parametrize(
@@ -171,16 +168,16 @@ def test_a_calibration_is_read_as_it_is_written(tmp_path):
         ("{", "is not JSON"),
         ("[]", "is not a calibration"),
         ('{"scales": [1], "prior": {}, "growth": 1, "rate": 1, "runs": 3}', "scales are"),
-        (calibration.text(EVEN).replace("0.2, 0.0, ", "0.2, "), "a weight for each of the scales"),
-        (calibration.text(EVEN).replace("0.2", "-1"), "is not a number from 0 on"),
-        (calibration.text(EVEN).replace("0.2", "NaN"), "is not a number from 0 on"),
+        (EVEN.text().replace("0.2, 0.0, ", "0.2, "), "a weight for each of the scales"),
+        (EVEN.text().replace("0.2", "-1"), "is not a number from 0 on"),
+        (EVEN.text().replace("0.2", "NaN"), "is not a number from 0 on"),
     ],
 )
 def test_what_is_no_calibration(tmp_path, text, told):
     path = tmp_path / "calibration.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=told) as error:
-        calibration.read(str(path))
+        average.read_calibration(str(path))
     assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
 
 
@@ -189,8 +186,7 @@ def test_many_places_are_what_each_is_alone():
     forecast = average.average_forecast(points, only("sigmoid", SCALES[2]), count=50)
     places = np.linspace(8100, 16_000, 2 * average._AT_ONCE + 3)
     np.testing.assert_array_equal(forecast.predict(places), np.median(forecast.ways(places), axis=0))
-    true = np.array(forecast.band(places, level=0.8, evaluation=False))
-    np.testing.assert_allclose(true, np.quantile(forecast.ways(places), [0.1, 0.9], axis=0), rtol=1e-12)
+    true = np.quantile(forecast.ways(places), [0.1, 0.9], axis=0)
     low, high = forecast.band(places, level=0.8, rows=np.arange(1, len(places) + 1))
     # The mean of so many evaluations is as certain as the policy.
     np.testing.assert_allclose((low, high), true, atol=0.25)
@@ -203,10 +199,7 @@ def test_an_evaluation_is_as_noisy_whether_it_is_told_alone_or_in_bins():
     passes = rng.binomial(64, curve(compute, *TABLE_1["ScaleRL"]))
     found = [
         average.average_forecast(
-            check_points(
-                compute[::every], passes[::every] / 64, initial_reward=None, burn_in=0.0, fit_until=None,
-                counts=(passes[::every, None], 64), run=None,
-            ),
+            check_points(compute[::every], passes[::every] / 64, counts=(passes[::every, None], 64)),
             EVEN, count=50,
         ).evaluation_variance
         for every in (1, 3)

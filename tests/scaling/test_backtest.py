@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from scalerl_jax.scaling import fit_sigmoid, plot, statement
-from scalerl_jax.scaling.backtest import forecast_at_half
+from scalerl_jax.scaling import fit_sigmoid, plot
+from scalerl_jax.scaling.backtest import HALF, Backtest, forecast_at_half, hours
 from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.forecast import Estimate
 from scalerl_jax.scaling.units import short_number
@@ -40,11 +40,13 @@ def test_forecast_of_a_run_on_the_law(tmp_path):
 
 
 def test_one_form_of_one_statement():
-    said = statement.statement("at half of the compute", "typical device-hours", Estimate(0.9312, 0.88, 0.9604))
-    assert said == "forecast at half of the compute (typical device-hours): 0.931 at the end (90 %: 0.880 to 0.960)"
-    assert statement.outcome(0.9268, 14, 15) == "measured 0.927; 14 of 15 later evaluations within"
-    assert statement.hours(2e13, 0.25e-13) == "; up to there about 0.5 device-hours at this run's rate"
-    assert statement.hours(np.inf, 1.0) == statement.hours(1.0, None) == ""
+    score = Estimate(0.9312, 0.88, 0.9604)
+    found = Backtest(COMPUTE, COMPUTE, None, None, score, measured=0.9268, within=14, later=15, bins=False, seen=HALF)
+    statement = "forecast at half of the compute (typical device-hours): 0.931 at the end (90 %: 0.880 to 0.960)"
+    assert found.statement("typical device-hours") == statement
+    assert found.outcome == "measured 0.927; 14 of 15 later evaluations within"
+    assert hours(2e13, 0.25e-13) == "; up to there about 0.5 device-hours at this run's rate"
+    assert hours(np.inf, 1.0) == hours(1.0, None) == ""
 
 
 def test_too_few_evaluations_are_said():

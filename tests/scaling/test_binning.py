@@ -51,9 +51,7 @@ def test_counts_are_summed(monkeypatch):
     passes = np.random.default_rng(1).binomial(trials, curve(compute, *TABLE_1["ScaleRL"]))
     binned, plain = both(monkeypatch, compute, passes / trials, counts=(passes, trials), initial_reward=0.4)
     assert_close(binned, plain)
-    points = check_points(
-        compute, passes / trials, initial_reward=0.4, burn_in=0.0, fit_until=None, counts=(passes, trials), run=None
-    )
+    points = check_points(compute, passes / trials, initial_reward=0.4, counts=(passes, trials))
     assert points.counts.passes.sum() == passes[1:].sum() and points.counts.trials.sum() == trials[1:].sum()
     np.testing.assert_allclose(points.reward, points.counts.score())
 
@@ -61,9 +59,7 @@ def test_counts_are_summed(monkeypatch):
 def test_runs_are_not_put_together():
     compute, reward = rows()
     label = np.arange(len(compute)) % 3
-    points = check_points(
-        compute, reward + 0.1 * label, initial_reward=0.4, burn_in=0.0, fit_until=None, counts=None, run=label
-    )
+    points = check_points(compute, reward + 0.1 * label, initial_reward=0.4, run=label)
     assert len(points.compute) <= 1024 and np.bincount(points.run, points.binned).sum() == ROWS
     means = [np.average(points.reward[points.run == one], weights=points.binned[points.run == one]) for one in range(3)]
     assert np.diff(means) == pytest.approx([0.1, 0.1], abs=0.005)

@@ -8,8 +8,8 @@ import scipy.optimize
 from scipy.special import expit, logit
 
 from scalerl_jax.scaling import average, calibrate, judged
-from scalerl_jax.scaling.calibration import SCALES, Calibration
-from scalerl_jax.scaling.laws import LAWS
+from scalerl_jax.scaling.average import SCALES, Calibration
+from scalerl_jax.scaling.law import LAWS
 from tests.scaling.simulated import TABLE_1, curve
 
 TRIALS = 4000

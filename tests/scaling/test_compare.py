@@ -19,7 +19,7 @@ PUBLISHED_SLOPES = {
     "dapo": 1.83,
 }  # fmt: skip
 COMPUTE = np.concatenate([[0.0], np.arange(256, 16_001, 256.0)])
-WINDOW = {"initial_reward": None, "burn_in": 1500, "fit_until": 8000, "counts": None, "run": None}
+WINDOW = {"burn_in": 1500, "fit_until": 8000}
 
 
 def make_run(name, compute, reward, **window):
@@ -75,9 +75,7 @@ def test_refit_is_the_least_squares_of_scipy():
     rng = np.random.default_rng(0)
     compute = COMPUTE[6:32]
     reward = curve(compute, *TABLE_1["bs512"]) + 0.003 * rng.standard_normal(len(compute))
-    points = check_points(
-        compute, reward, initial_reward=0.4, burn_in=0, fit_until=None, counts=None, run=None
-    )  # fmt: skip
+    points = check_points(compute, reward, initial_reward=0.4)
     found = compare_module.refit(points, 0.62)
 
     def law(c, exponent, log_midpoint):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from scalerl_jax.scaling import decide, fit_sigmoid
-from scalerl_jax.scaling.decide import Contender, plan
+from scalerl_jax.scaling.decide import plan
+from scalerl_jax.scaling.law import draw_sigmoids
 from scalerl_jax.scaling.points import check_points
 from tests.scaling.simulated import FIGURE_2, TABLE_1, curve, sampled_passes, sigmoid_intervals
 
@@ -17,18 +18,17 @@ COMPUTE = np.concatenate([[0.0], np.arange(SPACING, 16_001, SPACING)])
 
 def window(passes, until):
     seen = until >= COMPUTE
-    given = {"initial_reward": None, "burn_in": 0, "fit_until": None, "counts": (passes[seen], 16), "run": None}
-    return (COMPUTE[seen], passes[seen].mean(axis=1) / 16), given
+    return (COMPUTE[seen], passes[seen].mean(axis=1) / 16), {"counts": (passes[seen], 16)}
 
 
 def contender(name, passes, until, seed=0):
     given, rest = window(passes, until)
-    curves = decide.draw_curves(check_points(*given, **rest), count=CURVES, seed=seed)
-    return Contender(name, curves, until, SPACING)
+    return decide.contender(name, check_points(*given, **rest), count=CURVES, seed=seed)
 
 
-def _columns(curves):
-    return curves.asymptote, curves.exponent, curves.midpoint, curves.initial_reward
+def columns(curves):
+    """A, B, C_mid and R0 of each."""
+    return curves.asymptote, *np.exp(curves.shape.T), curves.initial_reward
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +46,16 @@ def test_drawn_curves_agree_with_the_profile(passes):
     """Where the points tell the curve, the prior says nothing: quantiles are the ends of the intervals."""
     given, rest = window(passes["ScaleRL"], 16_000)
     fit = fit_sigmoid(*given, **rest)
-    curves = decide.draw_curves(check_points(*given, **rest), count=CURVES, seed=0)
-    for name in ("asymptote", "exponent", "midpoint"):
+    curves = draw_sigmoids(check_points(*given, **rest), count=CURVES, seed=0)
+    for name, column in zip(("asymptote", "exponent", "midpoint"), columns(curves)):
         low, high = sigmoid_intervals(fit)[name]
-        drawn = np.percentile(getattr(curves, name), [2.5, 97.5])
+        drawn = np.percentile(column, [2.5, 97.5])
         assert np.abs(drawn - [low, high]).max() < 0.12 * (high - low), name
     compute = np.array([700.0, 3000.0, 40_000.0])
     low, high = fit.band(compute)
     drawn = np.percentile(curves.at(compute), [2.5, 97.5], axis=0)
     assert np.abs(drawn - [low, high]).max() < 0.15 * (high - low).max()
-    again = decide.draw_curves(check_points(*given, **rest), count=CURVES, seed=0)
+    again = draw_sigmoids(check_points(*given, **rest), count=CURVES, seed=0)
     np.testing.assert_array_equal(again.asymptote, curves.asymptote)
 
 
@@ -64,7 +64,7 @@ def test_drawn_curves_are_the_posterior_of_a_long_chain(passes):
     """Where little is told, too: against Metropolis on the density as the module's docstring writes it."""
     given, rest = window(passes["bs2048"], 4096)
     points = check_points(*given, **rest)
-    curves = decide.draw_curves(points, count=CURVES, seed=1)
+    curves = draw_sigmoids(points, count=CURVES, seed=1)
     variance, initial_variance = points.variance, points.initial_variance
     degrees = points.degrees + points.belief
     log_range = np.log(points.compute.min()) - 3, np.log(points.compute.max()) + 4
@@ -84,12 +84,10 @@ def test_drawn_curves_are_the_posterior_of_a_long_chain(passes):
     chains, steps = 400, 2000
     phi = dispersion * degrees / rng.chisquare(degrees, chains)
     start = rng.integers(0, CURVES, chains)
-    state = np.stack(
-        [curves.asymptote, np.log(curves.exponent), np.log(curves.midpoint), curves.initial_reward]
-    )[:, start]  # fmt: skip
+    state = np.stack([curves.asymptote, *curves.shape.T, curves.initial_reward])[:, start]
     state[0] = np.clip(state[0] + 0.1 * rng.standard_normal(chains), 0.3, 0.99)  # not where the draws say
     # Moves along the ridge: with the curve's value at the last point kept, A and C_mid trade places.
-    spread = np.cov(np.stack([curves.asymptote, np.log(curves.exponent), np.log(curves.midpoint)]))
+    spread = np.cov(np.stack([curves.asymptote, *curves.shape.T]))
     root = np.linalg.cholesky(spread + 1e-9 * np.eye(3))
     density = log_density(*state, phi)
     kept = []
@@ -104,23 +102,17 @@ def test_drawn_curves_are_the_posterior_of_a_long_chain(passes):
         if step > steps // 2 and step % 50 == 0:
             kept.append(state.copy())
     chain = np.concatenate(kept, axis=1)
-    for drawn, reference in (
-        (curves.asymptote, chain[0]),
-        (np.log(curves.exponent), chain[1]),
-        (np.log(curves.midpoint), chain[2]),
-    ):
+    for drawn, reference in zip((curves.asymptote, *curves.shape.T), chain[:3]):
         ours, theirs = (np.percentile(x, [10, 50, 90]) for x in (drawn, reference))
         assert np.abs(ours - theirs).max() < 0.15 * (theirs[2] - theirs[0])
 
 
 def test_three_points_without_counts_leave_much_possible():
     compute = COMPUTE[1:4]
-    points = check_points(
-        compute, curve(compute, *TABLE_1["8gen"]), initial_reward=0.4, burn_in=0, fit_until=None, counts=None, run=None
-    )
-    curves = decide.draw_curves(points, count=CURVES, seed=0)
-    low, high = np.percentile(curves.asymptote, [5, 95])
-    assert 0.45 < low < 0.7 < 0.85 < high <= 1 and curves.evaluation_variance > 0
+    points = check_points(compute, curve(compute, *TABLE_1["8gen"]), initial_reward=0.4)
+    found = decide.contender("8gen", points, count=CURVES, seed=0)
+    low, high = np.percentile(found.curves.asymptote, [5, 95])
+    assert 0.45 < low < 0.7 < 0.85 < high <= 1 and found.evaluation_variance > 0
 
 
 def test_a_choice_that_is_safe_needs_no_experiment(passes):
@@ -177,16 +169,13 @@ def test_the_simulated_chance_is_what_comes(passes):
     compute = np.concatenate([[0.0], np.arange(SPACING, 8193, SPACING)])
     wrong = []
     for index in range(20):
-        a, b, m, r = (float(column[index]) for column in _columns(early.curves))
+        a, b, m, r = (float(column[index]) for column in columns(early.curves))
         sampled = sampled_passes(rng, curve(compute, m, b, a, r), runs=1)[0]
         # The points so far as they are; those to come as this curve has them.
         sampled[compute <= 3072] = passes["bs2048"][: (compute <= 3072).sum()]
-        points = check_points(
-            compute, sampled.mean(axis=1) / 16, initial_reward=None, burn_in=0, fit_until=None, counts=(sampled, 16),
-            run=None,
-        )  # fmt: skip
-        drawn = decide.draw_curves(points, count=CURVES, seed=index)
-        after = plan([known, dataclasses.replace(early, curves=drawn, reached=8192)], 1.0)
+        points = check_points(compute, sampled.mean(axis=1) / 16, counts=(sampled, 16))
+        extended = decide.contender("bs2048", points, count=CURVES, seed=index)
+        after = plan([known, extended], 1.0)
         wrong.append(after.wrong)
     error = np.std(wrong) / np.sqrt(len(wrong))
     assert expected.wrong == pytest.approx(np.mean(wrong), abs=3 * error + 0.01)

@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 
 from scalerl_jax.scaling import fit_sigmoid
-from scalerl_jax.scaling.misfit import runs_probability
+from scalerl_jax.scaling.family import runs_probability
 from tests.scaling import many
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 

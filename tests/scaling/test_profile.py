@@ -6,7 +6,7 @@ import scipy.stats
 from scipy.optimize import least_squares
 
 from scalerl_jax.scaling import fit_sigmoid
-from scalerl_jax.scaling.noise import read_counts
+from scalerl_jax.scaling.points import read_counts
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes, sigmoid_intervals
 
 COMPUTE = np.concatenate([[0.0], np.linspace(1500, 16_000, 15)])

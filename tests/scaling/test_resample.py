@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from scalerl_jax.scaling import fit as fit_module
-from scalerl_jax.scaling import fit_sigmoid, least_squares, noise, resample
-from scalerl_jax.scaling.points import check_points
+from scalerl_jax.scaling import fit_sigmoid, least_squares, resample
+from scalerl_jax.scaling.points import check_points, read_counts
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes, sigmoid_intervals
 
 COMPUTE = np.concatenate([[0.0], np.linspace(1500, 16_000, 15)])
@@ -39,9 +39,7 @@ def test_agrees_with_the_profile(passes):
 def test_each_resample_is_a_fit_of_its_own(passes):
     reward = passes.mean(axis=1) / 16
     fit = fit_sigmoid(COMPUTE, reward, counts=(passes, 16), bootstrap=5)
-    points = check_points(
-        COMPUTE, reward, initial_reward=None, burn_in=0, fit_until=None, counts=(passes, 16), run=None
-    )
+    points = check_points(COMPUTE, reward, counts=(passes, 16))
     estimate = (fit.asymptote, fit.exponent, fit.midpoint, fit.initial_reward)
     rewards, initials = resample.draw_scores(points, estimate, np.random.default_rng(0), 5, False)
     for sample, drawn, initial in zip(fit.samples, rewards, initials):
@@ -63,9 +61,7 @@ def test_without_counts_the_residuals_speak():
 def test_population_interval_moves_all_evaluations_together(passes):
     """Which prompts were drawn shifts a whole curve: R0 and A move together, and far more than by sampling."""
     reward = passes.mean(axis=1) / 16
-    points = check_points(
-        COMPUTE, reward, initial_reward=None, burn_in=0, fit_until=None, counts=(passes, 16), run=None
-    )
+    points = check_points(COMPUTE, reward, counts=(passes, 16))
     data = fit_module.squares_data(points)
     cells = least_squares.search_cells(data.log_compute)
     estimate = (0.61, 1.92, 2542.0, 0.4)
@@ -77,10 +73,7 @@ def test_population_interval_moves_all_evaluations_together(passes):
     # Drawn once for all evaluations, prompts cancel in the gain: it varies less than independent draws would have it.
     apart = np.hypot(population[:, 0].std(), population[:, 3].std())
     assert (population[:, 0] - population[:, 3]).std() < 0.8 * apart
-    totals = check_points(
-        COMPUTE, reward, initial_reward=None, burn_in=0, fit_until=None,
-        counts=(passes.sum(axis=1), np.full(16, 16_000)), run=None,
-    )  # fmt: skip
+    totals = check_points(COMPUTE, reward, counts=(passes.sum(axis=1), np.full(16, 16_000)))
     with pytest.raises(ValueError, match="passes of every prompt"):
         resample.bootstrap(totals, data, cells, estimate, count=3, seed=0, population=True)
 
@@ -126,12 +119,12 @@ def test_variance_of_counts():
     rng = np.random.default_rng(0)
     passes = sampled_passes(rng, np.array([0.3, 0.5, 0.7]), runs=400, prompts=100, samples=8)
     scatter = passes.mean(axis=2).std(axis=0) / 8
-    by_prompt = np.sqrt(np.mean([noise.read_counts((p, 8), 3).variance() for p in passes], axis=0))
+    by_prompt = np.sqrt(np.mean([read_counts((p, 8), 3).variance() for p in passes], axis=0))
     np.testing.assert_allclose(by_prompt, scatter, rtol=0.1)
-    totals = noise.read_counts((passes[0].sum(axis=1), np.full(3, 800)), 3)
+    totals = read_counts((passes[0].sum(axis=1), np.full(3, 800)), 3)
     assert not totals.per_prompt
     assert np.all(totals.variance() > by_prompt**2)  # an upper bound: prompts differ
-    full = noise.read_counts((np.full((1, 100), 8), 8), 1)
+    full = read_counts((np.full((1, 100), 8), 8), 1)
     assert full.variance()[0] > 0
 
 
@@ -142,8 +135,7 @@ def test_cells_share_their_sums():
     data = least_squares.make_data(COMPUTE[1:], reward, rng.uniform(0.5, 2, 15), initial=0.4, initial_weight=3.0)
     cells = least_squares.search_cells(data.log_compute, coarse=True)
     with fit_module.double_precision():
-        with_prior = least_squares.free(0.55, 0.6)._replace(prior_mean=0.7, prior_precision=0.3**-2)
-        for constraint in (least_squares.free(), with_prior):
+        for constraint in (least_squares.free(), least_squares.free(0.55, 0.6)):
             costs = np.asarray(least_squares.cell_costs(cells, data, constraint))
             for k in range(0, len(costs), 37):
                 residual = np.asarray(least_squares.residuals(cells.shape[k], data, constraint))

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from scalerl_jax.cli import fit_flags as given
 from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
-from scalerl_jax.scaling import calibration as calibration_lib
 from scalerl_jax.scaling import judged, plot, units
+from scalerl_jax.scaling.average import read_calibration
 from scalerl_jax.scaling.calibrate import (
     FRACTIONS,
     LEVELS,
@@ -56,7 +56,7 @@ def main(paths: Sequence[str]) -> None:
             raise UserError(f"--{flag.name}: no column given; without counts the noise of an evaluation is not known")
     path = given.CALIBRATION.value
     with user_mistakes():
-        numbers = calibration_lib.read(path) if path is not None else None
+        numbers = read_calibration(path) if path is not None else None
     evaluations = reading.read_evaluations(paths, parts_too=False)
     runs = []
     with user_mistakes():
@@ -102,7 +102,7 @@ def main(paths: Sequence[str]) -> None:
     written = results.write(out, "calibrate", document, _figure(table))
     if path is None:
         written.insert(0, os.path.join(out, "calibration.json"))
-        write_whole(written[0], calibration_lib.text(numbers))
+        write_whole(written[0], numbers.text())
     results.say(console, f"written: {', '.join(written)}")
 
 

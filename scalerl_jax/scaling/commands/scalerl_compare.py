@@ -12,11 +12,11 @@ compare.svg into --out. A is compared first; if no difference is shown, B with o
 --plan_budget: which run to extend, and by how much, for the safest choice between them (scaling/decide.py).
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -26,20 +26,20 @@ from scalerl_jax.cli import fit_flags
 from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
 from scalerl_jax.scaling import decide
 from scalerl_jax.scaling import forecast as forecast_lib
+from scalerl_jax.scaling.backtest import hours
 from scalerl_jax.scaling.commands import reading, results
 from scalerl_jax.scaling.commands import scalerl_fit as fit_command
-from scalerl_jax.scaling.compare import Comparison, Difference, compare
-from scalerl_jax.scaling.compare_json import (
+from scalerl_jax.scaling.compare import (
     VERDICTS,
+    Comparison,
+    Difference,
+    compare,
     comparison_document,
-    forecast_document,
-    plan_document,
     run_document,
 )
 from scalerl_jax.scaling.compare_plot import plot_comparison
 from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.forecast import Estimate, Forecast
-from scalerl_jax.scaling.statement import hours
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system import platforms
 
@@ -124,9 +124,9 @@ def main(paths: Sequence[str]) -> None:
     if found is not None:
         document |= comparison_document(found)
     if forecasts:
-        document["forecasts"] = [forecast_document(run, one) for run, one in zip(runs, forecasts)]
+        document["forecasts"] = [{"run": run.name, **dataclasses.asdict(one)} for run, one in zip(runs, forecasts)]
     if plan is not None:
-        document["plan"] = plan_document(plan)
+        document["plan"] = decide.plan_document(plan)
     results.say(console, f"written: {', '.join(results.write(out, 'compare', document, figure))}")
 
 
@@ -147,9 +147,7 @@ def _plan(runs: Sequence[Run], budget: float, seed: int) -> decide.Plan:
     contenders = []
     for index, run in enumerate(runs):
         with user_mistakes(before=f"{run.name}: "):
-            curves = decide.draw_curves(run.points, count=_CURVES, seed=seed + index)
-        spacing = float(np.median(np.diff(np.unique(run.points.compute))))
-        contenders.append(decide.Contender(run.name, curves, run.reached, spacing, run.seeds))
+            contenders.append(decide.contender(run.name, run.points, count=_CURVES, seed=seed + index))
     return decide.plan(contenders, budget, at=given.BUDGET.value, margin=given.MARGIN.value, seed=seed)
 
 

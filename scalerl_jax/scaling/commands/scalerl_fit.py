@@ -21,19 +21,17 @@ from absl.flags import FLAGS
 from rich.markup import escape
 from rich.table import Table
 
+from scalerl_jax.cli import command_flags
 from scalerl_jax.cli import fit_flags as given
 from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
-from scalerl_jax.scaling import calibration as calibration_lib
 from scalerl_jax.scaling import fit_sigmoid, readers, tables, units
-from scalerl_jax.scaling.average import average_forecast
-from scalerl_jax.scaling.backtest import HALF, judged
-from scalerl_jax.scaling.calibration import Calibration
+from scalerl_jax.scaling.average import Calibration, average_forecast, default_calibration, read_calibration
+from scalerl_jax.scaling.backtest import HALF, LEVEL, hours, judged, of_asymptote, statement
 from scalerl_jax.scaling.commands import reading, results, watch
 from scalerl_jax.scaling.fit import SEED_MARGIN, Run
 from scalerl_jax.scaling.forecast import Estimate
 from scalerl_jax.scaling.plot import plot_fits
 from scalerl_jax.scaling.profile import PARAMETERS
-from scalerl_jax.scaling.statement import LEVEL, hours, of_asymptote, statement
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system import platforms
 
@@ -42,8 +40,7 @@ _FLAG_OF = {"initial_reward": "--r0", "burn_in": "--burn_in", "fit_until": "--fi
 
 
 def run() -> None:
-    import scalerl_jax.cli.watch_flags  # noqa: F401  here: scalerl-compare imports this module too
-
+    command_flags.watch()
     platforms.cpu_only()
     run_command(once_or_watching)
 
@@ -61,7 +58,7 @@ def main(paths: Sequence[str]) -> None:
     remarks: list[str] = []
     with user_mistakes():
         path = given.CALIBRATION.value
-        calibration = calibration_lib.default() if path is None else calibration_lib.read(path)
+        calibration = default_calibration() if path is None else read_calibration(path)
     fitted = read_and_fit(paths, remarks)
     label, y_label = reading.axis_labels()
     ahead = [_ahead(one, calibration, label) for one in fitted]
@@ -244,14 +241,14 @@ def _ahead(one: Run, calibration: Calibration, label: str) -> tuple[dict[str, An
     if given.GRID.value == "paper":
         return None
     try:
-        return foretold(one, calibration, label, half=given.FIT_UNTIL.value == "half")
+        return forecast_ahead(one, calibration, label, half=given.FIT_UNTIL.value == "half")
     except ValueError:
         return None
 
 
 def _document(fitted: list[Run], ahead: list[tuple[dict[str, Any], str] | None], x_label: str, y_label: str) -> dict:
     fits = []
-    for one, foretold in zip(fitted, ahead):
+    for one, forecast in zip(fitted, ahead):
         fit = one.fit
         rises = fit.rises  # otherwise the parameters mean nothing, and are null
         entry = {
@@ -270,8 +267,8 @@ def _document(fitted: list[Run], ahead: list[tuple[dict[str, Any], str] | None],
             "held_out": int(one.held.sum()),
             "held_out_error": one.held_error if rises else None,
         }
-        if foretold is not None:
-            entry["ahead"] = foretold[0]
+        if forecast is not None:
+            entry["ahead"] = forecast[0]
         if fit.samples is not None and rises:
             entry["bootstrap_95"] = {name: fit.bootstrap_interval(name) for name in PARAMETERS}
         if given.TARGET.value is not None and rises:
@@ -291,7 +288,7 @@ def _document(fitted: list[Run], ahead: list[tuple[dict[str, Any], str] | None],
     }
 
 
-def foretold(one: Run, calibration: Calibration, axis: str, *, half: bool) -> tuple[dict[str, Any], str]:
+def forecast_ahead(one: Run, calibration: Calibration, axis: str, *, half: bool) -> tuple[dict[str, Any], str]:
     """The forecast for fit.json, in the fit's units, and in words. half: the points are those up to half the compute.
 
     Raises ValueError if the noise cannot be estimated from the points.

@@ -40,7 +40,7 @@ def watch(paths: Sequence[str], draw: Callable[[Sequence[str]], None], *, every:
     printed: set[str] = set()
     folders = {path for path in paths if os.path.isdir(path)}  # a file may be missing briefly while it is rewritten
 
-    def tell(message: str) -> None:
+    def report(message: str) -> None:
         if message not in printed:
             printed.add(message)
             console.print(message, markup=False, soft_wrap=True)
@@ -54,16 +54,16 @@ def watch(paths: Sequence[str], draw: Callable[[Sequence[str]], None], *, every:
             empty = [path for path in paths if _begun_without_evaluations(path)]
             now = _signature(paths)
             if empty:
-                tell(f"{empty[0]}: waiting for its first evaluation")
+                report(f"{empty[0]}: waiting for its first evaluation")
             elif now != seen:
                 try:
                     now = _draw_settled(paths, draw)
                     drawn += 1
                 except UserError as error:
                     if isinstance(error.__cause__, TooFewPoints):
-                        tell(f"waiting for more evaluations: {error}")
+                        report(f"waiting for more evaluations: {error}")
                     elif drawn and isinstance(error.__cause__, tables.InputError):
-                        tell(f"waiting: {error}")
+                        report(f"waiting: {error}")
                     else:
                         raise
                 seen = now
@@ -75,7 +75,7 @@ def watch(paths: Sequence[str], draw: Callable[[Sequence[str]], None], *, every:
         return
     if not drawn:
         raise UserError(f"{', '.join(paths)}: ended with too few evaluations to fit")
-    tell("; ".join(dict.fromkeys(reason for reason in ended if reason)))
+    report("; ".join(dict.fromkeys(reason for reason in ended if reason)))
 
 
 def _draw_settled(paths: Sequence[str], draw: Callable[[Sequence[str]], None]) -> _Signature:

@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 
-from scalerl_jax.scaling import calibration
-from scalerl_jax.scaling.laws import LAWS
+from scalerl_jax.scaling.average import read_calibration
+from scalerl_jax.scaling.law import LAWS
 from tests.scaling.simulated import TABLE_1, curve
 from tests.support.processes import run_command
 
@@ -75,7 +75,7 @@ def test_given_numbers_are_judged_and_nothing_is_fitted(calibrated, folder, tmp_
     assert done.returncode == 0, done.stderr
     assert "calibration.json" not in done.stdout.rpartition("written: ")[2]
     assert sorted(os.listdir(tmp_path / "checked")) == ["calibrate.json", "calibrate.png", "calibrate.svg"]
-    numbers = calibration.read(str(file))
+    numbers = read_calibration(str(file))
     cases = json.loads((tmp_path / "checked" / "calibrate.json").read_text())["cases"]
     runs = {f"{recipe} {seed}" for recipe, seed in (("ScaleRL", 0), ("ScaleRL", 1), ("8gen", 0))}
     assert {case["run"] for case in cases} == runs and numbers.runs == 3
@@ -87,7 +87,7 @@ def test_given_numbers_are_judged_and_nothing_is_fitted(calibrated, folder, tmp_
 
 @pytest.mark.slow
 def test_the_file_is_what_scalerl_fit_takes(calibrated, folder):
-    made = calibration.read(str(folder / "out/calibration.json"))
+    made = read_calibration(str(folder / "out/calibration.json"))
     assert made.runs == 3 and sum(map(sum, made.prior.values())) == pytest.approx(1, abs=0.01)
     flags = [*READ, "--fit_until=half", "--out=fit"]
     said = {}

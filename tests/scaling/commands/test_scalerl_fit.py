@@ -178,12 +178,8 @@ def test_a_mistake_ends_with_code_2_one_line_and_no_file(folder):
     ],
 )
 def test_every_mistake_is_named(folder, monkeypatch, paths, given, said):
-    monkeypatch.chdir(folder)
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    with flagsaver.flagsaver(**{"x": "seconds", "y": "reward", "out": "out/never", **given}):
-        with pytest.raises(UserError, match=said) as caught:
-            scalerl_fit.main(paths)
+    with pytest.raises(UserError, match=said) as caught:
+        run_here(monkeypatch, folder, paths, **{"x": "seconds", "y": "reward", "out": "out/never", **given})
     assert "\n" not in str(caught.value)
     assert not (folder / "out/never").exists()
 
