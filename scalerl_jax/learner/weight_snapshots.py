@@ -36,7 +36,7 @@ from scalerl_jax.contract.weight_delta import COLUMN_SALT, MIX, ROW_SALT, Change
 from scalerl_jax.contract.weight_parts import Block, Blocks
 from scalerl_jax.model.decoder import Params, abstract_params
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.model.families.rows import WeightRow
+from scalerl_jax.model.families.dense import WeightRow
 from scalerl_jax.model.hf import flat
 from scalerl_jax.model.lora import LowRank
 from scalerl_jax.model.sharding import WEIGHTS

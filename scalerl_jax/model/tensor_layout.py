@@ -20,7 +20,7 @@ import numpy as np
 
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.families import FAMILIES
-from scalerl_jax.model.families.rows import WeightRow
+from scalerl_jax.model.families.dense import WeightRow
 
 # vLLM rounds the vocabulary up to this before it is split.
 VOCABULARY_PADDING = 64
