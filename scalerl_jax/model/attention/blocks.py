@@ -99,6 +99,13 @@ def mask_of(query_segment: jax.Array, key_segment: jax.Array, offset: Any) -> ja
     return (query_segment[..., :, None] == key_segment[..., None, :]) & causal
 
 
+def segment_starts(segment_ids: jax.Array) -> jax.Array:
+    """[R, S] -> [R, S] int32: the place in its row at which each position's segment starts."""
+    here = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
+    changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return jax.lax.cummax(jnp.where(changes, here, 0), axis=1)
+
+
 def scores_of(q, k, mask, precision):
     """[..., K, G, B, W] float32, scaled and masked."""
     scores = _product(_rows(q), k, (1, 1), precision).reshape(*q.shape[:-1], k.shape[-2])
@@ -300,20 +307,13 @@ def _part(x: jax.Array, number: Any, size: int, axis: int = -2) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, number * size, size, axis)
 
 
-def _first_keys(key_segments: jax.Array) -> jax.Array:
-    """[R, S] -> [S] int32: the start of each key's segment, the minimum over all rows."""
-    here = jnp.arange(key_segments.shape[1], dtype=jnp.int32)
-    changes = jnp.pad(key_segments[:, 1:] != key_segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return jnp.min(jax.lax.cummax(jnp.where(changes, here, 0), axis=1), axis=0)
-
-
 class _Row:
     """A row as both passes use it: padded to whole blocks and spans, heads first."""
 
     def __init__(self, q, k, v, query_segments, key_segments, offset, block, span):
         self.block, self.span, self.offset = block, span, offset
         self.length, keys = q.shape[1], k.shape[1]
-        self.first = _first_keys(key_segments)
+        self.first = jnp.min(segment_starts(key_segments), axis=0)  # of the segments at each key of all rows
         self.q = _pad(heads_first(q, 1), -2, block)
         self.k, self.v = (_pad(heads_first(x, 1), -2, span) for x in (k, v))
         # Padding is in no segment, and that of queries and that of keys do not match.
