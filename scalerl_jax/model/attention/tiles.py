@@ -28,7 +28,6 @@ from scalerl_jax.model.attention.blocks import (
     heads_last,
     kept,
     looped_backward,
-    segment_starts,
     unrolled_backward,
 )
 from scalerl_jax.model.precision import rounded
@@ -92,8 +91,10 @@ def _rows_over_tiles(q, k, v, segment_ids, dtype, precision):
 
     keys, values = (whole(x).reshape(-1, TILE, kv_heads, size) for x in (k, v))
     tiles = keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
-    starts = segment_starts(segment_ids)
-    seen = jnp.where(segment_ids > 0, jnp.arange(length) - starts + 1, 0)
+    here = jnp.broadcast_to(jnp.arange(length), segment_ids.shape)
+    changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    starts = jax.lax.cummax(jnp.where(changes, here, 0), axis=1)
+    seen = jnp.where(segment_ids > 0, here - starts + 1, 0)
     # The first tile of each block's segment, among the tiles of all rows: a block's first query is in its segment.
     first = starts // TILE + jnp.arange(rows)[:, None] * (padded // TILE)
 
