@@ -378,7 +378,7 @@ class Trainer:
         row = [longest] * full + [rest] * (rest > 0)
         segments = [plain(np.zeros(positions + 1, np.int32)) for positions in row * self.rows]
         jax.block_until_ready(self.gradient(self.pack(segments)[0][:1]))
-        self._logprobs([plain(np.zeros(2))])
+        Trainer.score(self, [plain(np.zeros(2))])  # on this host alone: a subclass may send it to others
         jax.block_until_ready(self.sync_weights())
 
     def pack(
@@ -487,9 +487,6 @@ class Trainer:
 
     def score(self, segments: Sequence[Segment | Elsewhere]) -> list[np.ndarray]:
         """log p of each token given those before it, at temperature 1: [t] float32 each, the first 0."""
-        return self._logprobs(segments)
-
-    def _logprobs(self, segments: Sequence[Segment | Elsewhere]) -> list[np.ndarray]:
         batches, places = self.pack(segments) if segments else ([], [])
         params = self.state["params"], self.frozen
         scored = [np.asarray(self._score(*params, self._put(batch))) for batch in batches]
