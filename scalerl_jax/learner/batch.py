@@ -68,6 +68,7 @@ from scalerl_jax.contract.codec import Completion, TeacherScores
 from scalerl_jax.environments.base import Row, Score
 from scalerl_jax.learner.packing import Segment
 from scalerl_jax.objective import advantages, token_weights, turn_advantages
+from scalerl_jax.objective.losses import MAXIMUM_LOG_RATIO
 
 
 class Group(Protocol):
@@ -147,7 +148,7 @@ def build(
             if taught[p] and group.teachers is not None:
                 teacher = group.teachers[i][b]
                 difference = branch.logprobs - teacher.logprobs[len(prompt) :]
-                difference = np.clip(difference, -_MAXIMUM_LOG_RATIO, _MAXIMUM_LOG_RATIO).astype(np.float64)
+                difference = np.clip(difference, -MAXIMUM_LOG_RATIO, MAXIMUM_LOG_RATIO).astype(np.float64)
                 divergences.append(difference[mask])
                 if objective.distill == "sampled":
                     worth = worth - objective.distill_weight * difference
@@ -319,10 +320,6 @@ def repeated(tokens: np.ndarray) -> float:
     return float(np.count_nonzero(hashes[1:] == hashes[:-1]) / count)
 
 
-# As in the losses: a token that one side finds impossible is one bad token, and must not overflow the rest.
-_MAXIMUM_LOG_RATIO = 20.0
-
-
 def off_policy_metrics(segments: Sequence[Segment], logprobs: Sequence[np.ndarray]) -> dict[str, float]:
     """Off-policy metrics of the completions that are trained on; {} without any.
 
@@ -336,7 +333,8 @@ def off_policy_metrics(segments: Sequence[Segment], logprobs: Sequence[np.ndarra
     assert len(differences) == len(segments) and all(map(len, differences)), "a segment has a loss token"
     if not differences:
         return {}
-    clipped = [np.clip(part, -_MAXIMUM_LOG_RATIO, _MAXIMUM_LOG_RATIO) for part in differences]
+    # As in the losses: a token that one side finds impossible is one bad token, and must not overflow the rest.
+    clipped = [np.clip(part, -MAXIMUM_LOG_RATIO, MAXIMUM_LOG_RATIO) for part in differences]
     totals = np.array([part.sum(dtype=np.float64) for part in clipped])
     return {
         "mismatch_p99": float(np.quantile(np.abs(np.concatenate(differences)), 0.99)),

@@ -218,7 +218,9 @@ def read_step(directory: str, part: str, step: int) -> Checkpoint:
     try:
         record = _read_record(path)
         with _quiet():
-            return _read(step, path, record, _expected(record, part))
+            found = _load(step, path, record, _expected(record, part))
+            compare(found.state, record["state"])
+            return found
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
@@ -315,13 +317,6 @@ def _read_record(path: str) -> dict[str, Any]:
     if record.pop("sha256") != hashlib.sha256(_canonical(record)).hexdigest():
         raise OSError("the manifest's checksum is wrong")
     return record
-
-
-def _read(step: int, path: str, record: dict[str, Any], abstract: Tree) -> Checkpoint:
-    """Raises any error of reading, and OSError if a digest is wrong."""
-    found = _load(step, path, record, abstract)
-    compare(found.state, record["state"])
-    return found
 
 
 def _load(step: int, path: str, record: dict[str, Any], abstract: Tree) -> Checkpoint:

@@ -36,25 +36,21 @@ _SALTS = (0x9E3779B9, 0x7F4A7C15)
 
 
 def described(tree: Tree) -> dict[str, list[Any]]:
-    """Shape, dtype and digest of each leaf, by its name."""
-    return {
-        name: [list(leaf.shape), str(leaf.dtype), digest]
-        for (name, leaf), digest in zip(named(tree), digests(tree), strict=True)
-    }
+    """Shape, dtype and digest of each leaf, by its name. One leaf at a time is in host memory."""
+    return {name: [list(leaf.shape), str(leaf.dtype), digest(leaf)] for name, leaf in named(tree)}
 
 
 def compare(tree: Tree, recorded: Mapping[str, Any]) -> None:
     """Raises OSError naming an array that differs from the saved one."""
-    leaves = named(tree)
-    for name, leaf in leaves:
+    for name, leaf in named(tree):
         wanted = str(recorded[name][2])
         if wanted != (_of_elements(leaf) if wanted.startswith(ELEMENTS) else _sha256(_whole(leaf))):
             raise OSError(f"the data of {name} is damaged")
 
 
-def digests(tree: Tree) -> list[str]:
-    """The digest of each leaf, in the order of jax.tree.leaves. One leaf at a time is in host memory."""
-    return [_of_elements(leaf) if _on_several_hosts(leaf) else _sha256(leaf) for leaf in jax.tree.leaves(tree)]
+def digest(leaf: Any) -> str:
+    """Of one array, however it is sharded."""
+    return _of_elements(leaf) if _on_several_hosts(leaf) else _sha256(leaf)
 
 
 def fingerprint(tree: Tree) -> str:
@@ -71,7 +67,7 @@ def _whole(x: Any) -> Any:
 
 
 def _sha256(x: Any) -> str:
-    data = _bytes(np.asarray(x))
+    data = memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
 
     def of_block(start: int) -> bytes:
         return hashlib.sha256(data[start : start + _BLOCK]).digest()
@@ -98,10 +94,6 @@ def _totals(x: jax.Array) -> jax.Array:
             key = final(key[..., None] ^ final(jnp.arange(1, size + 1, dtype=jnp.uint32)))
         totals.append(jnp.sum(final(bits ^ key), dtype=jnp.uint32))
     return jnp.stack(totals)
-
-
-def _bytes(x: np.ndarray) -> memoryview:
-    return memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
 
 
 def named(tree: Tree) -> list[tuple[str, Any]]:

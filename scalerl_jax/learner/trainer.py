@@ -91,7 +91,7 @@ class Pending:
         """
         return unpack([np.asarray(scored) for scored in self._scored], self._places)
 
-    def give_up_gradient(self) -> Params:
+    def release_gradient(self) -> Params:
         """Returns the gradient once: its user overwrites it."""
         assert self.grads is not None, "used before"
         grads, self.grads = self.grads, None
@@ -226,7 +226,7 @@ class Trainer:
             return self._programs[form]
         with_reference, compares = "reference_kl" in form.on, dict(form.fields)["distill"] in DIVERGENCES
         assert self.layout.reference or not with_reference, "the layout keeps no reference policy"
-        assert self.layout.teacher_k or not compares, "the layout has no room for a teacher's ids"
+        assert self.layout.teacher_k or not compares, "the layout has no space for a teacher's ids"
 
         def loss_of(params: Params, frozen: Params, batch: dict[str, jax.Array], numbers: Any) -> tuple[Any, Any]:
             ids = batch["teacher_ids"] if compares else None
@@ -378,7 +378,7 @@ class Trainer:
         row = [longest] * full + [rest] * (rest > 0)
         segments = [plain(np.zeros(positions + 1, np.int32)) for positions in row * self.rows]
         jax.block_until_ready(self.gradient(self.pack(segments)[0][:1]))
-        self._logprobs([plain(np.zeros(2))])
+        Trainer.score(self, [plain(np.zeros(2))])  # on this host alone: a subclass may send it to others
         jax.block_until_ready(self.sync_weights())
 
     def pack(
@@ -451,7 +451,7 @@ class Trainer:
         grads, sums, scored = self.gradient(
             batches,
             objective=objective,
-            grads=add_to.give_up_gradient() if add_to is not None else None,
+            grads=add_to.release_gradient() if add_to is not None else None,
             before_micro_batch=before_micro_batch,
         )
         filled = sum(map(positions_of, segments))
@@ -475,7 +475,7 @@ class Trainer:
         if learning_rate is None:
             learning_rate = optimizer_lib.learning_rate(optimizer, self.steps)
         numbers = self._numbers(optimizer_lib.numbers_of(optimizer, learning_rate))
-        self.state, norm = self._apply(self.state, pending.give_up_gradient(), numbers)
+        self.state, norm = self._apply(self.state, pending.release_gradient(), numbers)
         sums = jax.device_get(pending.sums)
         out: dict[str, Any] = {name: value if np.ndim(value) else float(value) for name, value in sums.items()}
         out["gradient_norm"] = float(norm)
@@ -487,9 +487,6 @@ class Trainer:
 
     def score(self, segments: Sequence[Segment | Elsewhere]) -> list[np.ndarray]:
         """log p of each token given those before it, at temperature 1: [t] float32 each, the first 0."""
-        return self._logprobs(segments)
-
-    def _logprobs(self, segments: Sequence[Segment | Elsewhere]) -> list[np.ndarray]:
         batches, places = self.pack(segments) if segments else ([], [])
         params = self.state["params"], self.frozen
         scored = [np.asarray(self._score(*params, self._put(batch))) for batch in batches]

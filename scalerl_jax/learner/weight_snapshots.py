@@ -36,7 +36,7 @@ from scalerl_jax.contract.weight_delta import COLUMN_SALT, MIX, ROW_SALT, Change
 from scalerl_jax.contract.weight_parts import Block, Blocks
 from scalerl_jax.model.decoder import Params, abstract_params
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.model.families.rows import WeightRow
+from scalerl_jax.model.families.dense import WeightRow
 from scalerl_jax.model.hf import flat
 from scalerl_jax.model.lora import LowRank
 from scalerl_jax.model.sharding import WEIGHTS
@@ -67,13 +67,19 @@ def host_arrays(weights: dict[str, jax.Array]) -> dict[str, np.ndarray]:
 def host_blocks(weights: dict[str, jax.Array]) -> dict[str, Blocks]:
     """The blocks of each tensor on this host's devices; no element is on two hosts."""
     return {
-        name: tuple(
-            Block(tuple(part.start or 0 for part in shard.index), np.asarray(shard.data))
-            for shard in value.addressable_shards
-            if shard.replica_id == 0
-        )
+        name: tuple(Block(_start(shard), np.asarray(shard.data)) for shard in _own_shards(value))
         for name, value in weights.items()
     }
+
+
+def _own_shards(array: jax.Array) -> list[jax.Shard]:
+    """The shards on this host's devices; no element is on two hosts."""
+    return [shard for shard in array.addressable_shards if shard.replica_id == 0]
+
+
+def _start(shard: jax.Shard, first: int = 0) -> tuple[int, ...]:
+    """The place of its first element in the whole array, from this dimension on."""
+    return tuple(part.start or 0 for part in shard.index[first:])
 
 
 class WeightSnapshots:
@@ -150,11 +156,10 @@ class WeightSnapshot:
         """The bits of one tensor's shards on this host, in the Hugging Face layout."""
         tensor = layout(self._decoder)[name]
         row, found = tensor.row, []
-        for shard in self._bits[row.leaf].addressable_shards:
-            if shard.replica_id == 0:
-                start = tuple(part.start or 0 for part in shard.index[int(row.layered) :])
-                bits = _as_in_files(shard.data, tensor.layer, transposed=row.transposed)
-                found.append(Block(start[::-1] if row.transposed else start, np.asarray(bits)))
+        for shard in _own_shards(self._bits[row.leaf]):
+            start = _start(shard, int(row.layered))
+            bits = _as_in_files(shard.data, tensor.layer, transposed=row.transposed)
+            found.append(Block(start[::-1] if row.transposed else start, np.asarray(bits)))
         return tuple(found)
 
     def delta(self) -> WeightDelta:
@@ -182,8 +187,7 @@ class WeightSnapshot:
         """Elements of the shards on this host; None: it has all of them."""
         if self._alone:
             return None
-        every = (shard for leaf in self._bits.values() for shard in leaf.addressable_shards)
-        return sum(shard.data.size for shard in every if shard.replica_id == 0)
+        return sum(shard.data.size for leaf in self._bits.values() for shard in _own_shards(leaf))
 
 
 # ------------------------------------------------------------------------------------------------- on the device
@@ -295,10 +299,8 @@ class _Shard:
 
 
 def _shards(bits: jax.Array, finds: Leaves, row: WeightRow) -> Iterator[_Shard]:
-    own = slice(int(row.layered), None)  # without the layers
-    for shard in bits.addressable_shards:
-        if shard.replica_id != 0:
-            continue
+    first = int(row.layered)  # dimension after the layers'
+    for shard in _own_shards(bits):
 
         def here(array: jax.Array, device: Any = shard.device) -> np.ndarray:
             return np.asarray(next(s.data for s in array.addressable_shards if s.device == device))[0]
@@ -313,8 +315,8 @@ def _shards(bits: jax.Array, finds: Leaves, row: WeightRow) -> Iterator[_Shard]:
             values.append(here(bits_there))
             got += piece.shape[-1]
         yield _Shard(
-            start=tuple(part.start or 0 for part in shard.index[own]),
-            size=shard.data.shape[own],
+            start=_start(shard, first),
+            size=shard.data.shape[first:],
             cap=cap,
             digests=here(finds["digest"]),
             counts=counts,

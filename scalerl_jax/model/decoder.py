@@ -25,19 +25,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from scalerl_jax.model import row_blocks
 from scalerl_jax.model.attention import BLOCKS, Backend, packed_attention
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.model.expert_axis import sharded_expert_mlp
-from scalerl_jax.model.experts import ROUTERS, Routing, expert_mlp, moved, tokens_of
+from scalerl_jax.model.experts import ROUTERS, Routing, expert_mlp, moved, sharded_expert_mlp, tokens_of
 from scalerl_jax.model.families import FAMILIES
-from scalerl_jax.model.families.rows import WeightRow
+from scalerl_jax.model.families.dense import WeightRow
 from scalerl_jax.model.lora import LowRank, merged
 from scalerl_jax.model.precision import Precision
 from scalerl_jax.model.remat import BLOCK, PRODUCT, scan_blocks
-from scalerl_jax.model.sharding import ROWS, constrain, spec
+from scalerl_jax.model.sharding import ROWS, abstract_weight, axes_of, constrain, spec
 from scalerl_jax.model.tensor_layout import rows, sizes
 
 Params = Mapping[str, Any]
@@ -78,16 +77,11 @@ def init_params(config: DecoderConfig, key: jax.Array, mesh: Mesh | None = None,
 
 def abstract_params(config: DecoderConfig, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> Params:
     """ShapeDtypeStructs of the parameters, with shardings if there is a mesh: a checkpoint is restored into them."""
-
-    def one(row: WeightRow, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        sharding = None if mesh is None else NamedSharding(mesh, spec(shape, row.tree_dimensions, mesh))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    return param_tree(config, one)
+    return param_tree(config, lambda row, shape: abstract_weight(shape, row.tree_dimensions, mesh, dtype))
 
 
 def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
-    return jax.tree.map(lambda struct: struct.sharding, abstract_params(config, mesh))
+    return jax.tree.map(lambda weight: weight.sharding, abstract_params(config, mesh))
 
 
 def product(a: jax.Array, b: jax.Array, contract: tuple[Any, Any], precision: Precision) -> jax.Array:
@@ -223,14 +217,10 @@ class Layer:
 
     def add(self, outputs: list[jax.Array], *leaves: str) -> list[jax.Array]:
         """Adds to each output [..., out] its bias, in float32, so that the bias's cotangent is summed in float32."""
-        biases = self._each(leaves, lambda bias: self._precision.cast(bias, "float32"), -1)
+        biases = self._each(leaves, lambda bias: self._precision.cast(bias, "float32"))
         return [(y.astype(jnp.float32) + bias).astype(y.dtype) for y, bias in zip(outputs, biases, strict=True)]
 
-    def weight(self, *leaves: str) -> Any:
-        """The weight itself, in the compute dtype, for other uses; a list of them for several leaves."""
-        return self._each(leaves, self._precision.cast, rows(self._config)[leaves[0]].side)
-
-    def _each(self, leaves: tuple[str, ...], use: Callable[[jax.Array], jax.Array], axis: int = -1) -> Any:
+    def _each(self, leaves: tuple[str, ...], use: Callable[[jax.Array], jax.Array]) -> Any:
         if (joined := "_".join(leaves)) not in self._weights:
             return [use(self._weights[leaf]) for leaf in leaves]
         used = use(self._weights[joined])
@@ -238,7 +228,7 @@ class Layer:
             return used
         size, own = sizes(self._config), rows(self._config)
         widths = [size[own[leaf].tree_dimensions[own[leaf].side]] for leaf in leaves]
-        return jnp.split(used, list(itertools.accumulate(widths[:-1])), axis=axis)
+        return jnp.split(used, list(itertools.accumulate(widths[:-1])), axis=-1)
 
     def route(self, x: jax.Array, leaf: str, how: str) -> Routing:
         """The experts of each token of x [..., width], by one of ROUTERS; all of it in float32."""
@@ -391,8 +381,7 @@ def _embedded(table: Any, tokens: jax.Array, config: DecoderConfig, mesh: Mesh |
     x = table.merged_rows(tokens) if isinstance(table, LowRank) else table[tokens]
     if mesh is None:
         return x
-    part = spec(table.shape, rows(config)["embed"].tree_dimensions, mesh)[-1] or ()
-    axes = (part,) if isinstance(part, str) else part
+    axes = axes_of(spec(table.shape, rows(config)["embed"].tree_dimensions, mesh), -1)
     if mesh.shape["replica"] > 1:  # else the compiler finds this step by itself, and a constraint hinders it
         x = constrain(x, mesh, "replica", None, axes)
     return constrain(x, mesh, ROWS, None, tuple(axis for axis in axes if axis not in ROWS))

@@ -155,14 +155,14 @@ def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _own_field(config: Mapping[str, Any], field: str, key: str) -> Any:
     """A family's own field, with its type in DecoderConfig. The key must be present."""
-    kind = next(known.type for known in dataclasses.fields(DecoderConfig) if known.name == field)
-    if kind is int or kind == "int":
+    kind = DecoderConfig.__annotations__[field]
+    if kind is int:
         return hf_fields.size(config, key)
     if key not in config:
         raise ValueError(f"{key} is missing")
-    if kind in (float, "float"):
+    if kind is float:
         return hf_fields.number(config, key, 0.0)
-    assert kind in (bool, "bool"), f"{field}: {kind}"
+    assert kind is bool, f"{field}: {kind}"
     return hf_fields.flag(config, key, False)
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from scalerl_jax.model.decoder import Params, param_tree
 from scalerl_jax.model.decoder_config import DecoderConfig, read_config
-from scalerl_jax.model.families.rows import WeightRow
+from scalerl_jax.model.families.dense import WeightRow
 from scalerl_jax.model.lora import merged
 from scalerl_jax.model.safetensors_folder import Tensors
 from scalerl_jax.model.sharding import spec

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pathlib
 import shutil
 from typing import Any
 
@@ -114,5 +115,4 @@ def _write_rest(folder: str, decoder: DecoderConfig, tokenizer_dir: str, dtype: 
 
 
 def _write_json(folder: str, name: str, value: Any) -> None:
-    with open(os.path.join(folder, name), "w") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
+    pathlib.Path(folder, name).write_text(json.dumps(value, indent=2) + "\n")

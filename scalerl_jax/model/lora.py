@@ -22,13 +22,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.model.families.rows import WeightRow
-from scalerl_jax.model.sharding import spec
+from scalerl_jax.model.families.dense import WeightRow
+from scalerl_jax.model.sharding import abstract_weight
 from scalerl_jax.model.tensor_layout import layout, rows, sizes
 from scalerl_jax.system import files
 from scalerl_jax.system.files import read_object
@@ -131,14 +131,15 @@ class Lora:
 
     def adapter(self, mesh: Mesh | None) -> Tree:
         """The trained tree, as ShapeDtypeStructs with shardings: {"layers": {leaf: {"a", "b"}}, "head": ...}."""
-        size, tree = sizes(self.decoder), {"layers": {}}
+        size, tree = sizes(self.decoder) | {"rank": self.rank}, {"layers": {}}
         for row in self._rows():
             *before, m, n = row.tree_dimensions
             left, right = (*before, m, "rank"), (*before, "rank", n)
             a, b = (left, right) if row.side == -1 else (right, left)
             place = tree["layers"] if row.layered else tree
             place[row.leaf] = {
-                name: _struct(dimensions, size | {"rank": self.rank}, mesh) for name, dimensions in (("a", a), ("b", b))
+                name: abstract_weight([size[dimension] for dimension in dimensions], dimensions, mesh, jnp.float32)
+                for name, dimensions in (("a", a), ("b", b))
             }
         return tree
 
@@ -178,12 +179,6 @@ class Lora:
     def _rows(self) -> Iterator[WeightRow]:
         own = rows(self.decoder)
         return (own[leaf] for leaf in self.leaves)
-
-
-def _struct(dimensions: tuple[str, ...], size: Mapping[str, int], mesh: Mesh | None) -> jax.ShapeDtypeStruct:
-    shape = tuple(size[dimension] for dimension in dimensions)
-    sharding = None if mesh is None else NamedSharding(mesh, spec(shape, dimensions, mesh))
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
 
 def module(row: WeightRow) -> str:

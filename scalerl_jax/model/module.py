@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from scalerl_jax.model.attention.blocks import segment_starts
 from scalerl_jax.model.decoder import Params, Precision, forward, init_params
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.head import logits, token_logprobs
@@ -92,7 +93,7 @@ class Decoder(nnx.Module):
         if segment_ids is None:
             segment_ids = jnp.ones(tokens.shape, jnp.int32)
         if positions is None:
-            positions = _positions_in(segment_ids)
+            positions = jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - segment_starts(segment_ids)
         return forward(params, self.config, tokens, positions, segment_ids, precision=self.precision, mesh=self.mesh)
 
 
@@ -100,12 +101,3 @@ def _fill(module: nnx.Module, tree: Mapping[str, Any]) -> nnx.Module:
     for name, value in tree.items():
         setattr(module, name, _fill(nnx.Module(), value) if isinstance(value, Mapping) else nnx.Param(value))
     return module
-
-
-def _positions_in(segment_ids: jax.Array) -> jax.Array:
-    """Positions from 0 in each segment of [rows, length]."""
-    index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
-    begins = jnp.concatenate(
-        [jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
-    )
-    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)

@@ -103,7 +103,8 @@ class Tensors(Mapping[str, np.ndarray]):
         """The shape of a tensor. Raises ValueError if its experts have different shapes."""
         if name in self._columns:
             whole, _, of = self._columns[name]
-            return _turned((*self._where[whole].shape[:-1], self._where[whole].shape[-1] // of))
+            *before, rows, columns = self._where[whole].shape
+            return (*before, columns // of, rows)
         if name not in self._parts:
             return self._where[name].shape
         first, *others = parts = self._parts[name]
@@ -126,16 +127,15 @@ class Tensors(Mapping[str, np.ndarray]):
         """Raises ValueError if head and embeddings differ: transformers 5 then ties nothing; transformers 4 and vLLM
         ignore the head."""
         head, embed = self._where[_HEAD], self._where[_EMBED]
-        same = head.shape == embed.shape
         step = max(1, _BLOCK_BYTES // max(1, math.prod(head.shape[1:]) * 8))
-        for start in range(0, head.shape[0] if same else 0, step):
+
+        def equal(start: int) -> bool:
             rows = (slice(start, start + step), *(slice(None) for _ in head.shape[1:]))
             one, other = self._stored(_HEAD, rows), self._stored(_EMBED, rows)
             # Comparing bytes is faster, but zero has two forms.
-            if one.tobytes() != other.tobytes() and not np.array_equal(one.astype(float), other.astype(float)):
-                same = False
-                break
-        if not same:
+            return one.tobytes() == other.tobytes() or np.array_equal(one.astype(float), other.astype(float))
+
+        if head.shape != embed.shape or not all(map(equal, range(0, head.shape[0], step))):
             raise ValueError(
                 f"{head.file.name}: tensor {_HEAD} differs from {_EMBED}, and config.json has "
                 "tie_word_embeddings=true: libraries do not agree which of them the head is; tie_word_embeddings=false "
@@ -203,10 +203,6 @@ def _finite(array: np.ndarray) -> bool:
     infinity, bits = _INFINITY[array.dtype], 8 * array.dtype.itemsize
     signed, unsigned = array.view(f"i{array.dtype.itemsize}"), array.view(f"u{array.dtype.itemsize}")
     return not array.size or (int(signed.max()) < infinity and int(unsigned.max()) < infinity + 2 ** (bits - 1))
-
-
-def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-2], *shape[:-3:-1])
 
 
 def _fill(one: _Stored, name: str, into: memoryview, offset: int) -> None:

@@ -79,6 +79,20 @@ def spec(shape: Sequence[int], dimensions: Sequence[str], mesh: Mesh) -> Partiti
     return PartitionSpec(*parts)
 
 
+def axes_of(part: PartitionSpec, dimension: int) -> tuple[str, ...]:
+    """The mesh axes that shard the dimension, the outermost first."""
+    axes = part[dimension]
+    return () if axes is None else (axes,) if isinstance(axes, str) else axes
+
+
+def abstract_weight(
+    shape: Sequence[int], dimensions: Sequence[str], mesh: Mesh | None, dtype: Any
+) -> jax.ShapeDtypeStruct:
+    """A weight with these dimensions, with its sharding if there is a mesh."""
+    sharding = None if mesh is None else NamedSharding(mesh, spec(shape, dimensions, mesh))
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
+
+
 def constrain(x: jax.Array, mesh: Mesh | None, *parts: Any) -> jax.Array:
     """`x` with this sharding on the mesh; unchanged without a mesh."""
     if mesh is None:

@@ -20,17 +20,12 @@ import numpy as np
 
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.families import FAMILIES
-from scalerl_jax.model.families.rows import WeightRow
+from scalerl_jax.model.families.dense import WeightRow
 
 # vLLM rounds the vocabulary up to this before it is split.
 VOCABULARY_PADDING = 64
-CUT = (
-    "vocabulary",
-    "heads",
-    "kv_heads",
-    "mlp",
-    "expert_mlp",
-)  # split among vLLM's workers; a tensor has at most one of these
+# Split among vLLM's workers; a tensor has at most one of these.
+CUT = ("vocabulary", "heads", "kv_heads", "mlp", "expert_mlp")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -190,7 +190,7 @@ def _within_budget(tokens: Tokens, objective: ObjectiveConfig) -> jax.Array:
 
 
 # exp(20) is far beyond every cap; it keeps a broken log-prob from turning the ratio into infinity.
-_MAXIMUM_LOG_RATIO = 20.0
+MAXIMUM_LOG_RATIO = 20.0
 
 
 Terms = tuple[jax.Array, jax.Array]  # of each token: what is maximized, and whether its ratio is clipped (a metric)
@@ -283,7 +283,7 @@ class Compared:
 
     def log_ratios(self) -> jax.Array:
         """log p_S - log p_T, without a gradient; 0 where there is no id."""
-        difference = jnp.clip(self.student - self.teacher, -_MAXIMUM_LOG_RATIO, _MAXIMUM_LOG_RATIO)
+        difference = jnp.clip(self.student - self.teacher, -MAXIMUM_LOG_RATIO, MAXIMUM_LOG_RATIO)
         return jax.lax.stop_gradient(jnp.where(self.ids >= 0, difference, 0.0))
 
     def differentiated(self, value: jax.Array, slope: jax.Array) -> jax.Array:
@@ -353,7 +353,7 @@ def policy_loss(
     loss_token = weights > 0
     logp_train, logp_gen, advantages = (jnp.where(loss_token, x, 0.0) for x in (logp_train, logp_gen, advantages))
     difference = logp_train - logp_gen
-    log_ratio = jnp.clip(difference, -_MAXIMUM_LOG_RATIO, _MAXIMUM_LOG_RATIO)
+    log_ratio = jnp.clip(difference, -MAXIMUM_LOG_RATIO, MAXIMUM_LOG_RATIO)
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
     moved = jnp.exp(jax.lax.stop_gradient(logp_train)) - jnp.exp(logp_gen)
     tokens = Tokens(logp_train, log_ratio, ratio, moved, advantages, loss_token, segment_ids)
@@ -379,7 +379,7 @@ def policy_loss(
     if _on(objective.reference_kl):
         assert reference is not None
         reference = jnp.where(loss_token, jax.lax.stop_gradient(reference), 0.0)
-        away = jnp.clip(reference - logp_train, -_MAXIMUM_LOG_RATIO, _MAXIMUM_LOG_RATIO)
+        away = jnp.clip(reference - logp_train, -MAXIMUM_LOG_RATIO, MAXIMUM_LOG_RATIO)
         divergence = _kl_estimate(away)
         loss += objective.reference_kl * jnp.sum(jnp.where(loss_token, weights * divergence, 0.0))
         sums["reference_kl"] = jax.lax.stop_gradient(jnp.sum(divergence * count))

@@ -67,7 +67,7 @@ def check_engine(found, chip: str) -> None:
         if name in ("engine: prefill", "engine: hidden", "engine: score"):
             continue
         assert one["taken_over"] >= one["caches"], name
-        # On a TPU other small arrays are laid out anew, and none of the caches is.
+        # On a TPU other small arrays are laid out again, and none of the caches is.
         assert one["copied"] < one["cache"] / (10 if chip == "tpu" else 100), name
     # Scores need no second copy of the weights.
     for name in ("engine: hidden", "engine: score"):

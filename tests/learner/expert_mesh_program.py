@@ -3,20 +3,17 @@
 python -m tests.learner.expert_mesh_program OUT
 """
 
-import dataclasses
-import json
 import os
 import sys
 
 import jax
 import numpy as np
 
-from scalerl_jax.learner.packing import Segment
 from scalerl_jax.learner.trainer import Layout
 from scalerl_jax.model import Precision
 from scalerl_jax.model.sharding import make_mesh
 from tests.learner.mesh_program import LENGTH, LENGTHS, ROWS, Results, arranged
-from tests.learner.segments import make_segments
+from tests.learner.segments import make_segments, with_experts
 from tests.support.compiled import on_devices
 from tests.support.models import toy_decoder
 from tests.support.params import params_of
@@ -32,16 +29,6 @@ MESHES = {
 IN_BFLOAT16 = ("one", "fsdp2-expert2-tensor2")
 
 
-def sent_elsewhere(segments: list[Segment]) -> list[Segment]:
-    """Every second one with experts of its own for its tokens."""
-    rng, out = np.random.default_rng(4), []
-    for number, segment in enumerate(segments):
-        drawn = rng.random((len(segment.tokens) - 1, EXPERTS.layers, EXPERTS.experts)).argsort(axis=-1)
-        chosen = drawn[..., : EXPERTS.experts_per_token].astype(np.uint8)
-        out.append(dataclasses.replace(segment, experts=chosen) if number % 2 else segment)
-    return out
-
-
 def gradient_on(name: str, compute: str, results: Results) -> None:
     """The gradient, what came to each expert, and where experts lie; in float32 also with router replay."""
     axes = MESHES[name]
@@ -54,7 +41,8 @@ def gradient_on(name: str, compute: str, results: Results) -> None:
     trainer.start(jax.device_put(jax.device_get(params_of(EXPERTS)), trainer.shardings["params"]))
     segments = make_segments(LENGTHS, vocabulary=EXPERTS.vocab_size)
     if compute == "float32":
-        pending = trainer.forward_backward(sent_elsewhere(segments))
+        sent = with_experts(segments, EXPERTS, seed=4)
+        pending = trainer.forward_backward([sent[i] if i % 2 else segment for i, segment in enumerate(segments)])
         results.tree(f"replay/{name}", pending.grads)
         results.arrays[f"replay/{name}/tokens"] = np.asarray(pending.sums["expert_tokens"])
         grads, sums, _ = trainer.gradient(trainer.pack(segments)[0])
@@ -71,9 +59,7 @@ def main(out: str) -> None:
         gradient_on(name, "float32", results)
     for name in IN_BFLOAT16:
         gradient_on(name, "bfloat16", results)
-    np.savez(f"{out}.npz", **results.arrays)
-    with open(f"{out}.json", "w") as file:
-        json.dump(results.facts, file)
+    results.write(out)
 
 
 if __name__ == "__main__":

@@ -118,6 +118,11 @@ class Results:
     def sums(self, name: str, sums: Any) -> None:
         self.facts[name] = {key: float(value) for key, value in sums.items()}
 
+    def write(self, out: str) -> None:
+        np.savez(f"{out}.npz", **self.arrays)
+        with open(f"{out}.json", "w") as file:
+            json.dump(self.facts, file)
+
 
 def float32_on(name: str, segments: list[Segment], results: Results) -> Trainer:
     """Gradients of every arrangement, then one update."""
@@ -180,9 +185,7 @@ def main(out: str, *others: str) -> None:
         other_losses(segments, results)
     else:
         every_mesh(out, segments, results)
-    np.savez(f"{out}.npz", **results.arrays)
-    with open(f"{out}.json", "w") as file:
-        json.dump(results.facts, file)
+    results.write(out)
 
 
 def every_mesh(out: str, segments: list[Segment], results: Results) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from scalerl_jax.contract.codec import TeacherScores
 from scalerl_jax.learner.packing import Segment
+from scalerl_jax.model import DecoderConfig
 
 
 def make_segments(lengths, *, vocabulary: int, seed: int = 0) -> list[Segment]:
@@ -38,3 +39,12 @@ def with_teacher(segment: Segment, *, vocabulary: int, k: int, seed: int = 0) ->
     top = np.where(ids >= 0, np.take_along_axis(logprobs, np.maximum(ids, 0), axis=-1), np.float32(0))
     own = np.take_along_axis(logprobs, segment.tokens[:, None], axis=-1)[:, 0]
     return dataclasses.replace(segment, teacher=TeacherScores(own, ids, top))
+
+
+def with_experts(segments: list[Segment], decoder: DecoderConfig, *, seed: int) -> list[Segment]:
+    """With random experts for each of their tokens."""
+    rng, out = np.random.default_rng(seed), []
+    for segment in segments:
+        drawn = rng.random((len(segment.tokens) - 1, decoder.layers, decoder.experts)).argsort(axis=-1)
+        out.append(dataclasses.replace(segment, experts=drawn[..., : decoder.experts_per_token].astype(np.uint8)))
+    return out

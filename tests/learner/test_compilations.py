@@ -26,13 +26,13 @@ def segments(lengths, seed: int = 0):
 
 @dataclasses.dataclass
 class Work:
-    """Traces, lowerings and compilations since the last look."""
+    """Traces, lowerings and compilations since they were last collected."""
 
     events: list[str] = dataclasses.field(default_factory=list)
 
-    def take(self) -> list[str]:
-        taken, self.events[:] = list(self.events), []
-        return taken
+    def collect(self) -> list[str]:
+        found, self.events[:] = list(self.events), []
+        return found
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def warm() -> Warm:
     with counted() as work:
         trainer.compile()
         trainer.rehearse()
-        return Warm(trainer, work.take(), before, on_host(trainer.state))
+        return Warm(trainer, work.collect(), before, on_host(trainer.state))
 
 
 @pytest.fixture
@@ -104,9 +104,9 @@ def test_nothing_compiles_after_the_warm_up(trainer):
             assert len(scored) == len(lengths) == len(looked_at) - len(beside)
             jax.block_until_ready(trainer.sync_weights())
             assert int(trainer.state["step"]) == first + seed + 1
-            assert work.take() == [], lengths
+            assert work.collect() == [], lengths
         jax.jit(lambda x: x + first)(np.float32(1))
-        assert "backend_compile_duration" in work.take()  # the listener still hears
+        assert "backend_compile_duration" in work.collect()  # the listener still hears
     assert micro_batches >= {1, 2, 4}
 
 
@@ -118,7 +118,7 @@ def test_nothing_compiles_where_a_run_goes_on(trainer):
             update(trainer, segments([33, 33, 33, 12], seed))
             trainer.score([plain(np.arange(5))])
             trainer.sync_weights()
-        assert work.take() == []
+        assert work.collect() == []
 
 
 def restored(trainer: Trainer, saved: dict) -> dict:

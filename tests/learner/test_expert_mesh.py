@@ -1,15 +1,11 @@
 """Experts give the same gradient on every mesh, however they, their columns and the tokens that go to them are cut."""
 
-import json
-import os
-
 import numpy as np
 import pytest
 
 from tests.learner.expert_mesh_program import EXPERTS, IN_BFLOAT16, MESHES
 from tests.learner.mesh_program import LENGTHS
-from tests.learner.test_mesh import BFLOAT16_TOLERANCE, FLOAT32_TOLERANCE, compare, tree
-from tests.support.processes import run_command
+from tests.learner.test_mesh import BFLOAT16_TOLERANCE, FLOAT32_TOLERANCE, compare, run, tree
 
 pytestmark = pytest.mark.slow  # all of it: the program is most of what it costs
 
@@ -17,11 +13,7 @@ pytestmark = pytest.mark.slow  # all of it: the program is most of what it costs
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """(arrays by name, facts by name)"""
-    out = str(tmp_path_factory.mktemp("mesh") / "out")
-    done = run_command("tests.learner.expert_mesh_program", out, environment={**os.environ, "JAX_PLATFORMS": "cpu"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    with open(f"{out}.json") as file:
-        return dict(np.load(f"{out}.npz")), json.load(file)
+    return run(str(tmp_path_factory.mktemp("mesh") / "out"), program="expert_mesh_program")
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -35,9 +35,9 @@ def others(tmp_path_factory):
     return run(str(tmp_path_factory.mktemp("mesh") / "out"), "others")
 
 
-def run(out: str, *others: str):
+def run(out: str, *others: str, program: str = "mesh_program"):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = run_command("tests.learner.mesh_program", out, *others, environment=environment)
+    done = run_command(f"tests.learner.{program}", out, *others, environment=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     with open(f"{out}.json") as file:
         return dict(np.load(f"{out}.npz")), json.load(file)

@@ -128,26 +128,26 @@ def test_every_micro_batch_has_the_one_shape_and_the_last_is_filled_up(case):
 
 @given(case=cases)
 def test_rows_are_filled_first_fit(case):
-    """No segment would have found room in a row before its own."""
+    """No segment would have found space in a row before its own."""
     _, places = pack(make(case["lengths"]), length=case["length"], rows=case["rows"])
     row_of = [place.batch * case["rows"] + place.row for place in places]
-    room = [case["length"]] * (max(row_of) + 1)
+    left = [case["length"]] * (max(row_of) + 1)
     for place, row in zip(places, row_of, strict=True):
-        room[row] -= place.positions
+        left[row] -= place.positions
     for place, row in zip(places, row_of, strict=True):
-        assert all(place.positions > free for free in room[:row])
+        assert all(place.positions > free for free in left[:row])
 
 
 @given(case=cases, most=st.integers(1, 4))
 def test_no_row_has_more_segments_than_it_may(case, most):
     """And it is first fit all the same: each row before a segment's own was full, or had as many."""
     _, places = pack(make(case["lengths"]), length=case["length"], rows=case["rows"], most=most)
-    room, count = [case["length"]] * len(places), [0] * len(places)
+    left, count = [case["length"]] * len(places), [0] * len(places)
     for place in sorted(places, key=lambda place: -place.positions):
         row = place.batch * case["rows"] + place.row
-        assert all(place.positions > free or n == most for free, n in zip(room[:row], count[:row], strict=True))
-        room[row], count[row] = room[row] - place.positions, count[row] + 1
-    assert min(room) >= 0 and max(count) <= most
+        assert all(place.positions > free or n == most for free, n in zip(left[:row], count[:row], strict=True))
+        left[row], count[row] = left[row] - place.positions, count[row] + 1
+    assert min(left) >= 0 and max(count) <= most
 
 
 @given(case=cases, align=st.integers(1, 8))

@@ -12,7 +12,7 @@ from scalerl_jax.learner.make_trainer import make_trainer
 from scalerl_jax.learner.packing import Segment, pack, plain
 from scalerl_jax.learner.trainer import Layout, Trainer
 from scalerl_jax.model.experts import OWN
-from tests.learner.segments import make_segments
+from tests.learner.segments import make_segments, with_experts
 from tests.support.models import toy_decoder
 from tests.support.params import params_of
 from tests.support.trainers import trainer_of, update
@@ -30,15 +30,7 @@ def started(*, seq_len: int = 32, rows: int = 2, router_replay: bool = True) -> 
 def segments(seed: int | None = None) -> list[Segment]:
     """seed: of the experts that they are sent to; None: their routers' own."""
     made = make_segments((30, 17, 9, 9, 21), vocabulary=DECODER.vocab_size)
-    if seed is None:
-        return made
-    rng = np.random.default_rng(seed)
-
-    def some(tokens: int) -> np.ndarray:
-        drawn = rng.random((tokens, DECODER.layers, DECODER.experts)).argsort(axis=-1)
-        return drawn[..., : DECODER.experts_per_token].astype(np.uint8)
-
-    return [dataclasses.replace(segment, experts=some(len(segment.tokens) - 1)) for segment in made]
+    return made if seed is None else with_experts(made, DECODER, seed=seed)
 
 
 def gradient(trainer: Trainer, given: list[Segment]) -> tuple[dict[str, np.ndarray], np.ndarray, list[np.ndarray]]:

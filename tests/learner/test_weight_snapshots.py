@@ -99,7 +99,7 @@ def check(results: dict[str, np.ndarray], mesh: str) -> None:
             np.testing.assert_array_equal(results[f"{key}/positions/{name}"], positions)
             np.testing.assert_array_equal(results[f"{key}/values/{name}"], bits.reshape(-1)[positions])
         before = tensors
-    # Only what was drawn anew altogether is dense, and of that not what is below the smallest cap.
+    # Only what was drawn again altogether is dense, and of that not what is below the smallest cap.
     names = len(hf_tensors(DECODER))
     assert names // 4 < dense <= names
     assert sparse == (len(VERSIONS) - 1) * names - dense and changed > 1000

@@ -34,7 +34,7 @@ SHARE = 0.25
 SPECIAL = np.array(
     [0x00000000, 0x80000000, 0x7FC00000, 0xFFC10000, 0x7F800000, 0x00010000, 0x3F800000, 0x3F800001], np.uint32
 )
-# Share of the elements of each leaf that are drawn anew for a version; 1.0 is over the cap.
+# Share of the elements of each leaf that are drawn again for a version; 1.0 is over the cap.
 VERSIONS = (0.0, 0.02, 0.2, 1.0, 0.0, 0.05)
 
 

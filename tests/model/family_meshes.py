@@ -8,6 +8,7 @@ weights' sum (its terms have both signs), and the gradient, as a share of itself
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from scalerl_jax.model import Precision, forward, token_logprobs
+from scalerl_jax.model import DecoderConfig, Precision, forward, token_logprobs
 from scalerl_jax.model.attention import TILES
 from scalerl_jax.model.decoder import param_shardings
 from scalerl_jax.model.sharding import make_mesh
@@ -31,26 +32,33 @@ MESHES = (
 LENGTHS = [[40, 20], [64], [30, 10, 24], [5]] * 2
 
 
+def loss_of(config: DecoderConfig) -> tuple[Callable[[Any, Mesh | None], jax.Array], float]:
+    """(a loss of parameters on a mesh, the sum of its weights' sizes)"""
+    tokens, positions, segment_ids = packed(LENGTHS, 64, config.vocab_size)
+    weights = np.random.default_rng(0).normal(size=tokens.shape).astype(np.float32) * (segment_ids > 0)
+
+    def loss(params: Any, mesh: Mesh | None) -> jax.Array:
+        hidden = forward(params, config, tokens, positions, segment_ids, mesh=mesh)
+        return jnp.sum(weights * token_logprobs(params, config, hidden, np.roll(tokens, -1, axis=1), mesh=mesh))
+
+    return loss, float(np.abs(weights).sum())
+
+
 def compare(family: str) -> None:
     config = toy_decoder(family=family)
-    tokens, positions, segment_ids = packed(LENGTHS, 64, config.vocab_size)
-    rng = np.random.default_rng(0)
+    loss, size = loss_of(config)
+    rng = np.random.default_rng(1)
     # No bias is 0.
     host = jax.tree.map(lambda p: p + 0.1 * rng.normal(size=p.shape).astype(np.float32), params_of(config))
-    weights = rng.normal(size=tokens.shape).astype(np.float32) * (segment_ids > 0)
 
     def on(mesh: Mesh | None) -> tuple[jax.Array, Any]:
-        def loss(params: Any) -> jax.Array:
-            hidden = forward(params, config, tokens, positions, segment_ids, mesh=mesh)
-            return jnp.sum(weights * token_logprobs(params, config, hidden, np.roll(tokens, -1, axis=1), mesh=mesh))
-
         params = host if mesh is None else jax.device_put(host, param_shardings(config, mesh))
-        return jax.device_get(jax.jit(jax.value_and_grad(loss))(params))
+        return jax.device_get(jax.jit(jax.value_and_grad(lambda p: loss(p, mesh)))(params))
 
     value, gradient = on(None)
     for axes in MESHES:
         got, cut = on(make_mesh(**axes))
-        line = {"loss": float(abs(got - value) / np.abs(weights).sum()), "gradient": relative(cut, gradient)}
+        line = {"loss": float(abs(got - value)) / size, "gradient": relative(cut, gradient)}
         print(json.dumps({"family": family, "mesh": axes, **line}), flush=True)
 
 

@@ -170,9 +170,7 @@ def test_a_part_of_a_row():
         return plain(q, k, v, ids)[:, part]
 
     def ours(q, k, v):
-        return blocks.attend(
-            q[:, part], k, v, ids[:, part], ids, offset=jnp.int32(17), max_segment=51, precision=HIGHEST
-        )
+        return blocks.attend(q[:, part], k, v, blocks.Segments(ids[:, part], ids, jnp.int32(17), 51), HIGHEST)
 
     got = value_and_gradients(ours, (q, k, v), at[:, part])
     for mine, wanted in zip(got, value_and_gradients(whole, (q, k, v), at[:, part]), strict=True):

@@ -25,7 +25,7 @@ def shapes(seq_len=16_384, head_dim=128, compute_dtype="bfloat16", context=1):
 
 
 @pytest.mark.parametrize(
-    ("where", "of", "name", "said"),
+    ("where", "of", "name", "words"),
     [
         (CPU, shapes(), "blocks", "blocks, in plain XLA (cpu)"),
         (V5P, shapes(), "splash", "splash on TPU v5, blocks of 1024 queries and 1024 keys"),
@@ -42,9 +42,9 @@ def shapes(seq_len=16_384, head_dim=128, compute_dtype="bfloat16", context=1):
         (MI300, shapes(), "blocks", "needs an NVIDIA GPU from Ampere on, and this is AMD MI300"),
     ],
 )
-def test_auto(where, of, name, said):
+def test_auto(where, of, name, words):
     backend, line = choose("auto", where, of)
-    assert backend.name == name and said in line and "\n" not in line
+    assert backend.name == name and words in line and "\n" not in line
 
 
 def test_a_jax_that_was_not_read_takes_the_public_call(monkeypatch):
@@ -54,7 +54,7 @@ def test_a_jax_that_was_not_read_takes_the_public_call(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "where", "of", "said"),
+    ("wanted", "where", "of", "words"),
     [
         ("splash", CPU, shapes(), "config.model.attention=splash: needs a TPU, and this is cpu (cpu)"),
         ("splash", V5P, shapes(1000), "config.model.attention=splash: needs rows of a multiple of 128 tokens"),
@@ -63,10 +63,10 @@ def test_a_jax_that_was_not_read_takes_the_public_call(monkeypatch):
         ("cudnn", H100, shapes(compute_dtype="float32"), "config.model.compute_dtype=bfloat16, and it is float32"),
     ],
 )
-def test_one_that_cannot_be_is_refused(wanted, where, of, said):
+def test_one_that_cannot_be_is_refused(wanted, where, of, words):
     with pytest.raises(ValueError) as error:
         choose(wanted, where, of)
-    assert said in str(error.value)
+    assert words in str(error.value)
 
 
 def test_what_is_asked_for_is_taken_whatever_its_size():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from scalerl_jax.model.attention import Backend, cudnn, packed, packed_attention
+from scalerl_jax.model.attention import Backend, cudnn, packed_attention
 from scalerl_jax.model.decoder import abstract_params, forward
 from tests.model.attention_cases import HIGHEST, cotangent, inputs, plain, segments, value_and_gradients
 from tests.support.models import toy_decoder
@@ -82,12 +82,12 @@ def test_a_chunk_of_a_segment_is_one_of_its_own():
     decoder = toy_decoder(family="llama4_text", layers=4, nope_interval=4, attention_chunk=8)
     seen = []
 
-    def look(*arguments, backend, **settings):
-        seen.append(backend.segments)
-        return arguments[0]
+    def record(q, k, v, segments, *, most):
+        seen.append(most)
+        return q
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(packed.BACKENDS, "cudnn", look)
+        patch.setattr(cudnn, "attend_packed", record)
         ids = jnp.ones((1, 20), jnp.int32)
         run = functools.partial(forward, config=decoder, attention=Backend("cudnn", segments=3))
         jax.eval_shape(lambda p: run(p, tokens=ids, positions=ids, segment_ids=ids), abstract_params(decoder))

@@ -110,7 +110,7 @@ def test_the_text_model_of_scout() -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoConfig.for_model(**scout.to_hf()).to_dict()
     assert DecoderConfig.from_hf(theirs) == scout
-    for change, told in (
+    for change, words in (
         ({"moe_layers": [1, 3]}, "moe_layers has other layers"),
         ({"no_rope_layers": [1, 0, 0, 0] * 12}, "no_rope_layers has other layers"),
         ({"layer_types": ["full_attention"] * 48}, "layer_types has other layers"),
@@ -121,7 +121,7 @@ def test_the_text_model_of_scout() -> None:
     ):
         with pytest.raises(ValueError) as error:
             DecoderConfig.from_hf({**SCOUT, "text_config": changed(text, **change)})
-        assert told in str(error.value)
+        assert words in str(error.value)
 
 
 def test_the_other_generation_says_the_same() -> None:
@@ -244,14 +244,14 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("config", "changes", "told"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
+@pytest.mark.parametrize(("config", "changes", "words"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
 def test_what_changes_the_maths_is_refused_by_name(
-    tmp_path: pathlib.Path, config: dict[str, Any], changes: dict[str, Any], told: str
+    tmp_path: pathlib.Path, config: dict[str, Any], changes: dict[str, Any], words: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(changed(config, **changes)))
     with pytest.raises(ValueError) as error:
         read_config(tmp_path)
-    assert told in str(error.value) and str(error.value).startswith(f"{tmp_path / 'config.json'}: ")
+    assert words in str(error.value) and str(error.value).startswith(f"{tmp_path / 'config.json'}: ")
     assert "\n" not in str(error.value) and len(str(error.value)) < 300 + len(str(tmp_path))
 
 

@@ -11,7 +11,7 @@ import pytest
 from scalerl_jax.learner.optimizer import decayed
 from scalerl_jax.model import DecoderConfig, abstract_params
 from scalerl_jax.model.families import FAMILIES
-from scalerl_jax.model.families.rows import WeightRow
+from scalerl_jax.model.families.dense import WeightRow
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.sharding import RULES
 from scalerl_jax.model.tensor_layout import CUT, Tensor, hf_tensors, layout, sizes

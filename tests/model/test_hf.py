@@ -85,8 +85,8 @@ def test_untouched_weights_survive_to_the_bit(
     assert written.keys() == wanted.keys()
     for name, value in wanted.items():
         assert written[name].dtype == BFLOAT16 and written[name].tobytes() == value.tobytes(), name
-    told = json.loads((out / "config.json").read_text())
-    assert (told["pad_token_id"], told["unsloth_version"]) == (3, "2026.1")
+    config = json.loads((out / "config.json").read_text())
+    assert (config["pad_token_id"], config["unsloth_version"]) == (3, "2026.1")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -223,11 +223,11 @@ def test_mistakes_are_one_line(mistake: int, model: Any, tmp_path: pathlib.Path)
     folder = copy(model, tmp_path)
     made = mistakes(folder)
     assert len(made) == 44
-    what, (make, told) = list(made.items())[mistake]
+    what, (make, words) = list(made.items())[mistake]
     make()
     with pytest.raises(ValueError) as error:
         load_hf(str(folder))
-    assert told in str(error.value) and str(folder) in str(error.value) and "\n" not in str(error.value), what
+    assert words in str(error.value) and str(folder) in str(error.value) and "\n" not in str(error.value), what
 
 
 def test_what_is_no_weight_of_the_decoder_is_no_mistake(model: Any, tmp_path: pathlib.Path) -> None:
@@ -300,9 +300,9 @@ def test_each_host_reads_what_its_devices_hold(tmp_path: pathlib.Path) -> None:
     program = ("-m", "tests.model.loading_program", address)
     hosts = [begin_python(*program, rank, tmp_path, environment=environment) for rank in range(2)]
     try:
-        for host, said in hosts:
-            with said:
-                read, held, everything = map(int, said.read().split())
+        for host, output in hosts:
+            with output:
+                read, held, everything = map(int, output.read().split())
             assert host.wait(600) == 0
             assert read == held and 0.5 <= held / everything < 0.51  # vectors are whole everywhere
     finally:

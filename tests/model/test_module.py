@@ -57,7 +57,7 @@ def test_it_is_the_functions_underneath(folder: str) -> None:
 
 
 def test_segments_of_a_row_do_not_see_each_other(folder: str) -> None:
-    """Positions begin anew in each of them; padding is nobody's."""
+    """Positions start at 0 in each of them; padding belongs to none."""
     decoder = Decoder.from_pretrained(folder)
     row = jnp.concatenate([TOKENS[:1, :3], TOKENS[1:, :4], jnp.zeros((1, 2), jnp.int32)], axis=1)
     packed = decoder(row, segment_ids=jnp.array([[1, 1, 1, 2, 2, 2, 2, 0, 0]]))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from scalerl_jax.model.attention import Backend, packed_attention, splash
+from scalerl_jax.model.attention.blocks import Segments
 from tests.model.attention_cases import HIGHEST, cotangent, inputs, plain, segments, value_and_gradients
 
 INTERPRETED = Backend("splash", interpret=True)
@@ -32,10 +33,8 @@ def test_a_part_of_a_row_with_a_bound_on_segments(part):
     at = cotangent(args[0].shape)[:, here]
 
     def ours(q, k, v):
-        return splash.attend(
-            q[:, here], k, v, IDS[:, here], IDS, offset=jnp.int32(128 * part), max_segment=130, precision=HIGHEST,
-            backend=INTERPRETED,
-        )  # fmt: skip
+        of_part = Segments(IDS[:, here], IDS, jnp.int32(128 * part), 130)
+        return splash.attend(q[:, here], k, v, of_part, interpret=True)
 
     wanted = value_and_gradients(lambda *a: plain(*a, IDS)[:, here], args, at)
     for mine, theirs in zip(value_and_gradients(ours, args, at), wanted, strict=True):

@@ -112,9 +112,9 @@ def test_changes_land_there_too(model: DecoderConfig, workers: int) -> None:
             np.testing.assert_array_equal(held[rank][name], value, err_msg=name)
 
 
-@pytest.mark.parametrize(("workers", "told"), [(0, "0 workers"), (3, "8 query heads"), (16, "8 query heads")])
-def test_what_cannot_be_split_is_named(workers: int, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(("workers", "words"), [(0, "0 workers"), (3, "8 query heads"), (16, "8 query heads")])
+def test_what_cannot_be_split_is_named(workers: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         check_workers(config(), workers)
     with pytest.raises(ValueError, match="6 key/value heads"):
         check_workers(DecoderConfig(8, 8, 1, heads=12, kv_heads=6, head_dim=2, intermediate_size=4), 4)

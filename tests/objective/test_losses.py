@@ -54,34 +54,29 @@ seeds = st.integers(0, 2**32 - 1)
 every = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 
 
+def evaluated(arrays, objective):
+    """(loss, d loss / d logp_train, sums)"""
+
+    def loss(logp_train):
+        return policy_loss(**(arrays | {"logp_train": logp_train}), objective=objective)
+
+    (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(arrays["logp_train"])
+    return value, gradient, sums
+
+
 @functools.cache
 def compiled(fields):
     objective = ObjectiveConfig(*fields)
-
-    def run(arrays):
-        def loss(logp_train):
-            return policy_loss(**(arrays | {"logp_train": logp_train}), objective=objective)
-
-        (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(arrays["logp_train"])
-        return value, gradient, sums
-
-    return jax.jit(run)
+    return jax.jit(lambda arrays: evaluated(arrays, objective))
 
 
 @functools.cache
 def compiled_form(form):
-    def run(arrays, numbers):
-        def loss(logp_train):
-            return policy_loss(**(arrays | {"logp_train": logp_train}), objective=form.objective(numbers))
-
-        (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(arrays["logp_train"])
-        return value, gradient, sums
-
-    return jax.jit(run)
+    return jax.jit(lambda arrays, numbers: evaluated(arrays, form.objective(numbers)))
 
 
 def ours(arrays, objective):
-    """(loss, d loss / d logp_train, sums)"""
+    """As `evaluated`, compiled."""
     return compiled(dataclasses.astuple(objective))(arrays)
 
 

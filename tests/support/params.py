@@ -86,10 +86,12 @@ def every_variable(jaxpr):
 
 def relative(got, wanted) -> float:
     """Norm of the difference over all leaves, as a share of the norm of `wanted`."""
-    pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True))
-    off = sum(float(np.sum((np.asarray(a, np.float64) - np.asarray(b, np.float64)) ** 2)) for a, b in pairs)
-    size = sum(float(np.sum(np.asarray(b, np.float64) ** 2)) for _, b in pairs)
-    return float(np.sqrt(off / size))
+    return float(np.linalg.norm(flat(got) - flat(wanted)) / np.linalg.norm(flat(wanted)))
+
+
+def flat(tree) -> np.ndarray:
+    """All leaves in one, float64."""
+    return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
 
 
 def rounded(params):

@@ -38,8 +38,8 @@ from scalerl_jax.contract.weight_delta import Change
 from scalerl_jax.model import row_blocks
 from scalerl_jax.model.decoder import Layer, Params, Precision, RowLayer, param_tree
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.model.families.rows import WeightRow
-from scalerl_jax.model.tensor_layout import Tensor, check_shapes, hf_tensors, layout, rows
+from scalerl_jax.model.families.dense import WeightRow
+from scalerl_jax.model.tensor_layout import Tensor, check_shapes, hf_tensors, layout
 
 DecodeWeights = Mapping[str, Any]
 Place = tuple[int | None, str]  # layer (None: not in a layer), name in DecodeWeights
@@ -223,12 +223,7 @@ class DecodeLayer(Layer):
 
     def project(self, x: jax.Array, *leaves: str) -> object:
         on_cpu = self._precision.on_cpu
-        return self._each(leaves, lambda weight: product(x, weight, on_cpu=on_cpu).astype(x.dtype), -1)
-
-    def weight(self, *leaves: str) -> object:
-        if not lies_as_in_files(rows(self._config)[leaves[0]]):
-            return super().weight(*leaves)
-        return self._each(leaves, lambda weight: self._precision.cast(weight).T, -1)
+        return self._each(leaves, lambda weight: product(x, weight, on_cpu=on_cpu).astype(x.dtype))
 
 
 class DecodeRowLayer(RowLayer):
@@ -238,4 +233,4 @@ class DecodeRowLayer(RowLayer):
         def use(weight: jax.Array) -> jax.Array:
             return row_blocks.product(x, weight, self._precision.dot, lead=self._lead).astype(x.dtype)
 
-        return self._each(leaves, use, -1)
+        return self._each(leaves, use)

@@ -1,7 +1,6 @@
-"""Attention: one function, one file per backend, and the choice among them."""
+"""Attention: one function and the choice of its backend, and one file per backend."""
 
-from scalerl_jax.model.attention.backend import BLOCKS, SAVED, TILES, Backend
-from scalerl_jax.model.attention.choose import Shapes, choose
-from scalerl_jax.model.attention.packed import packed_attention
+from scalerl_jax.model.attention.blocks import SAVED
+from scalerl_jax.model.attention.packed import BLOCKS, TILES, Backend, Shapes, choose, packed_attention
 
 __all__ = ["BLOCKS", "SAVED", "TILES", "Backend", "Shapes", "choose", "packed_attention"]

@@ -17,6 +17,7 @@ Legend: R rows, L queries, S keys, K key/value heads, G query heads that share o
 W keys that a block sees or that a span has.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -26,8 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from scalerl_jax.model.attention.backend import BLOCKS, SAVED, Backend
-
+SAVED = "attention"  # name of the arrays kept for the backward pass (jax.ad_checkpoint), for a remat policy by names
 MASKED = -1e30
 BLOCK = 128
 _SHORT_BLOCK = 64  # wastes less on short segments, and costs more operations on long ones
@@ -37,37 +37,34 @@ _LOOP_BLOCK, LOOP_SPAN = 256, 512
 _MOST_SCORES = 2**28  # at once, if all blocks are one product: 1 GiB; the backward pass has three such arrays
 
 
-def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    query_segments: jax.Array,
-    key_segments: jax.Array,
-    *,
-    offset: jax.Array | None,
-    max_segment: int,
-    precision: jax.lax.Precision,
-    backend: Backend = BLOCKS,
-) -> jax.Array:
-    """q [rows, length, heads, h], k and v [rows, keys, kv_heads, h] -> like q. offset: of the first query among the
-    keys; None: the queries are whole rows."""
-    del backend
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """The segments of queries and keys: a query sees the keys of its own segment that are not later."""
+
+    queries: jax.Array  # [rows, length] int32, the segment of each query; 0 is padding
+    keys: jax.Array  # [rows, keys] int32
+    offset: jax.Array | None  # of the first query among the keys; None: the queries are whole rows
+    longest: int  # positions; no segment is longer
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, precision: jax.lax.Precision) -> jax.Array:
+    """q [rows, length, heads, h], k and v [rows, keys, kv_heads, h] -> like q."""
     rows, length, heads, size = q.shape
     kv_heads = k.shape[2]
     q = q.reshape(rows, length, kv_heads, heads // kv_heads, size)
-    short = max_segment <= _SHORT_SEGMENT
+    short = segments.longest <= _SHORT_SEGMENT
     block = min(length, _SHORT_BLOCK if short else BLOCK)
-    back = math.ceil((max_segment - 1) / block)  # blocks before its own that a block can see
+    back = math.ceil((segments.longest - 1) / block)  # blocks before its own that a block can see
     window = (back + 1) * block
     few = rows * heads * length * window <= _MOST_SCORES
-    if offset is None and math.ceil(length / block) <= MOST_UNROLLED:
-        out = unrolled(q, k, v, key_segments, block, back, precision)
-    elif offset is None and 2 * window <= length and few:
-        out = windowed(q, k, v, key_segments, block, back, precision)
+    if segments.offset is None and math.ceil(length / block) <= MOST_UNROLLED:
+        out = unrolled(q, k, v, segments.keys, block, back, precision)
+    elif segments.offset is None and 2 * window <= length and few:
+        out = windowed(q, k, v, segments.keys, block, back, precision)
     else:
-        start = jnp.int32(0) if offset is None else offset
+        start = jnp.int32(0) if segments.offset is None else segments.offset
         sizes = min(length, _LOOP_BLOCK), min(k.shape[1], LOOP_SPAN)
-        out = looped(q, k, v, query_segments, key_segments, start, *sizes, precision)
+        out = looped(q, k, v, segments.queries, segments.keys, start, *sizes, precision)
     return out.reshape(rows, length, heads, size)
 
 
@@ -100,6 +97,13 @@ def mask_of(query_segment: jax.Array, key_segment: jax.Array, offset: Any) -> ja
     queries, keys = query_segment.shape[-1], key_segment.shape[-1]
     causal = offset + jnp.arange(queries)[:, None] >= jnp.arange(keys)[None, :]
     return (query_segment[..., :, None] == key_segment[..., None, :]) & causal
+
+
+def segment_starts(segment_ids: jax.Array) -> jax.Array:
+    """[R, S] -> [R, S] int32: the place in its row at which each position's segment starts."""
+    here = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
+    changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return jax.lax.cummax(jnp.where(changes, here, 0), axis=1)
 
 
 def scores_of(q, k, mask, precision):
@@ -303,20 +307,13 @@ def _part(x: jax.Array, number: Any, size: int, axis: int = -2) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, number * size, size, axis)
 
 
-def _first_keys(key_segments: jax.Array) -> jax.Array:
-    """[R, S] -> [S] int32: the start of each key's segment, the minimum over all rows."""
-    here = jnp.arange(key_segments.shape[1], dtype=jnp.int32)
-    changes = jnp.pad(key_segments[:, 1:] != key_segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return jnp.min(jax.lax.cummax(jnp.where(changes, here, 0), axis=1), axis=0)
-
-
 class _Row:
     """A row as both passes use it: padded to whole blocks and spans, heads first."""
 
     def __init__(self, q, k, v, query_segments, key_segments, offset, block, span):
         self.block, self.span, self.offset = block, span, offset
         self.length, keys = q.shape[1], k.shape[1]
-        self.first = _first_keys(key_segments)
+        self.first = jnp.min(segment_starts(key_segments), axis=0)  # of the segments at each key of all rows
         self.q = _pad(heads_first(q, 1), -2, block)
         self.k, self.v = (_pad(heads_first(x, 1), -2, span) for x in (k, v))
         # Padding is in no segment, and that of queries and that of keys do not match.

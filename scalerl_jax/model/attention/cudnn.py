@@ -18,30 +18,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scalerl_jax.model.attention.backend import Backend
-from scalerl_jax.model.attention.blocks import mask_of
+from scalerl_jax.model.attention.blocks import Segments, mask_of
 
 FLASH_VERSIONS = ((0, 10, 0), (0, 13, 0))  # of jax, from and below
 _MOST_SUMS = 2**20  # segments times length of a row: the softmax's sums take 134 MB for 32 heads
 
 
-def attend_packed(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    query_segments: jax.Array,
-    key_segments: jax.Array,
-    *,
-    offset: None,
-    max_segment: int,
-    precision: jax.lax.Precision,
-    backend: Backend,
-) -> jax.Array:
-    """As blocks.attend, for whole rows of at most backend.segments segments; 0 for padding."""
-    del offset, query_segments, max_segment, precision
-    starts, lengths = segments_of(key_segments, backend.segments)
+def attend_packed(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, *, most: int) -> jax.Array:
+    """As blocks.attend, for whole rows of at most so many segments; 0 for padding."""
+    starts, lengths = segments_of(segments.keys, most)
     # At padding cuDNN leaves arbitrary memory, in the output and in the gradients.
-    real = (key_segments > 0)[..., None, None]
+    real = (segments.keys > 0)[..., None, None]
     q, k, v = (jnp.where(real, x, 0) for x in (q, k, v))
     # cuDNN counts key offsets in query heads, in all versions checked: so the keys get as many heads.
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -53,22 +40,11 @@ def most_segments(seq_len: int, longest: int) -> int:
     return min(8 * -(-seq_len // longest), max(8, _MOST_SUMS // seq_len), seq_len)
 
 
-def attend_masked(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    query_segments: jax.Array,
-    key_segments: jax.Array,
-    *,
-    offset: jax.Array | None,
-    max_segment: int,
-    precision: jax.lax.Precision,
-    backend: Backend,
-) -> jax.Array:
+def attend_masked(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax.Array:
     """As blocks.attend, through the public call."""
-    del max_segment, precision, backend
-    mask = mask_of(query_segments, key_segments, 0 if offset is None else offset)
-    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], is_causal=offset is None, implementation="cudnn")
+    whole = segments.offset is None
+    mask = mask_of(segments.queries, segments.keys, 0 if whole else segments.offset)
+    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], is_causal=whole, implementation="cudnn")
 
 
 def segments_of(segment_ids: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scalerl_jax.model.attention.backend import SAVED, Backend
+from scalerl_jax.model.attention.blocks import SAVED, Segments
 
 LANES = 128  # a row's parts are multiples of this
 # The most queries and keys of a block: such that forward and backward compile in the memory of a core.
@@ -27,27 +27,19 @@ _COMPUTED = 512  # keys of one product
 
 
 def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    query_segments: jax.Array,
-    key_segments: jax.Array,
-    *,
-    offset: jax.Array | None,
-    max_segment: int,
-    precision: jax.lax.Precision,
-    backend: Backend,
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, *, chip: str = "", interpret: bool = False
 ) -> jax.Array:
-    """As blocks.attend. Lengths are multiples of LANES."""
+    """As blocks.attend. Lengths are multiples of LANES. chip, interpret: as in Backend."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     length, keys = q.shape[1], k.shape[1]
-    kernel = _kernel(*q.shape[2:], length, keys, max_segment, backend)
-    if offset is not None:
-        kernel = _part(kernel, offset // length, keys // length)
+    sizes = block_sizes(chip, q.shape[3], length, keys)
+    kernel = _kernel(q.shape[2], length, keys, segments.longest, sizes, interpret)
+    if segments.offset is not None:
+        kernel = _part(kernel, segments.offset // length, keys // length)
     q = (q * (1 / q.shape[-1] ** 0.5)).astype(q.dtype)
     heads_first = [jnp.swapaxes(x, 1, 2) for x in (q, k, v)]  # [rows, heads, length, h]
-    out = jax.vmap(kernel)(*heads_first, kernels.SegmentIds(query_segments, key_segments))
+    out = jax.vmap(kernel)(*heads_first, kernels.SegmentIds(segments.queries, segments.keys))
     return jnp.swapaxes(out, 1, 2)
 
 
@@ -62,13 +54,13 @@ def _dividing(length: int, most: int) -> int:
     return max(size for size in range(LANES, min(length, most) + 1, LANES) if length % size == 0)
 
 
-def _kernel(heads: int, head_dim: int, length: int, keys: int, max_segment: int, backend: Backend) -> Any:
+def _kernel(heads: int, length: int, keys: int, longest: int, sizes: tuple[int, int], interpret: bool) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     shape = (keys, keys)
-    mask = masks.CausalMask(shape) if max_segment >= keys else masks.LocalMask(shape, (max_segment - 1, 0), 0)
-    queries, block = block_sizes(backend.chip, head_dim, length, keys)
+    mask = masks.CausalMask(shape) if longest >= keys else masks.LocalMask(shape, (longest - 1, 0), 0)
+    queries, block = sizes
     computed = _dividing(block, _COMPUTED)
     return kernels.make_splash_mha(
         masks.MultiHeadMask([mask] * heads),
@@ -85,7 +77,7 @@ def _kernel(heads: int, head_dim: int, length: int, keys: int, max_segment: int,
         head_shards=1,
         q_seq_shards=keys // length,
         residual_checkpoint_name=SAVED,
-        interpret=backend.interpret,
+        interpret=interpret,
     )
 
 

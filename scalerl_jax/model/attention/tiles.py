@@ -19,12 +19,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scalerl_jax.model.attention.backend import Backend
 from scalerl_jax.model.attention.blocks import (
     BLOCK,
     LOOP_SPAN,
     MASKED,
     MOST_UNROLLED,
+    Segments,
     heads_last,
     kept,
     looped_backward,
@@ -38,24 +38,12 @@ Tile = Callable[[Any], tuple[jax.Array, jax.Array]]  # number -> keys [W, K, h, 
 _UNSEEN = 1e30  # log of the sum for a query without visible keys: its probabilities are 0 in the backward pass
 
 
-def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    query_segments: jax.Array,
-    key_segments: jax.Array,
-    *,
-    offset: None,
-    max_segment: int,
-    precision: jax.lax.Precision,
-    backend: Backend,
-) -> jax.Array:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, precision: jax.lax.Precision) -> jax.Array:
     """As blocks.attend, for whole rows."""
-    del query_segments, backend
-    assert offset is None
+    assert segments.offset is None
     rows, length, heads, size = q.shape
     grouped = q.reshape(rows, length, k.shape[2], heads // k.shape[2], size)
-    return _tiled(grouped, k, v, key_segments, max_segment, precision).reshape(q.shape)
+    return _tiled(grouped, k, v, segments.keys, segments.longest, precision).reshape(q.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -3,7 +3,7 @@
 A family is a module with
 
     ARCHITECTURE             transformers' class
-    ROWS                     its weights, in the order in which they are sent and stored (rows.py)
+    ROWS                     its weights, in the order in which they are sent and stored (dense.WeightRow)
     layer(w, x, attend)      one layer; training, prefill and decode pass different `attend`
     FIELDS                   field of DecoderConfig -> its key in config.json, for fields that only some families have;
                              such a field is an int, a bool or a float, and the key is required (default: none)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from scalerl_jax.model.families import dense
-from scalerl_jax.model.families.rows import WeightRow, norm
+from scalerl_jax.model.families.dense import WeightRow, norm
 
 ARCHITECTURE = "Llama4ForCausalLM"
 FIELDS = {

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from scalerl_jax.model.families import dense
-from scalerl_jax.model.families.rows import WeightRow, norm
+from scalerl_jax.model.families.dense import WeightRow, norm
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 FIELDS = {
