@@ -69,16 +69,13 @@ def _nothing_collected() -> Iterator[None]:
 def read_table(path: str, wanted: Wanted = lambda name: True) -> Table:
     """Reads the wanted columns of a file or folder. Raises InputError where it is missing or of unknown format."""
     if os.path.isdir(path):
-        ours = os.path.join(path, RUN_FOLDER_FILE)
-        if os.path.isfile(ours):
-            return _json_lines(ours, wanted, torn=True)
-        state = trainer_state(path)
-        if state:
-            return _json(state, wanted)
-        found = tfevents.event_files(path)
+        found = files_of(path)
         if not found:
             raise InputError(f"{path}: holds none of {RUN_FOLDER_FILE}, {TRAINER_STATE_FILE}, TensorBoard event files")
-        return _events(path, found, wanted)
+        kind = os.path.basename(found[0])
+        if kind == RUN_FOLDER_FILE:
+            return _json_lines(found[0], wanted, torn=True)
+        return _json(found[0], wanted) if kind == TRAINER_STATE_FILE else _events(path, found, wanted)
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file or folder")
     if tfevents.is_event_file(path):
@@ -95,7 +92,16 @@ def read_table(path: str, wanted: Wanted = lambda name: True) -> Table:
     )
 
 
-def trainer_state(folder: str) -> str:
+def files_of(path: str) -> list[str]:
+    """The files that are read for a file or folder; none where a folder has none."""
+    if not os.path.isdir(path):
+        return [path]
+    ours = os.path.join(path, RUN_FOLDER_FILE)
+    one = ours if os.path.isfile(ours) else _trainer_state(path)
+    return [one] if one else tfevents.event_files(path)
+
+
+def _trainer_state(folder: str) -> str:
     """The trainer_state.json of a checkpoint, or of the latest checkpoint in a folder of them; "" without one."""
     checkpoints = [re.fullmatch(r"checkpoint-(\d+)", name) for name in os.listdir(folder)]
     steps = sorted((int(found[1]) for found in checkpoints if found), reverse=True)

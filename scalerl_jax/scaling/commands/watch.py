@@ -95,19 +95,13 @@ def _draw_settled(paths: Sequence[str], draw: Callable[[Sequence[str]], None]) -
     raise AssertionError("the last attempt draws or raises")
 
 
-def _files(path: str) -> list[str]:
-    if not os.path.isdir(path):
-        return [path]
-    ours = os.path.join(path, tables.RUN_FOLDER_FILE)
-    return [ours] if os.path.isfile(ours) else tfevents.event_files(path)
-
-
 def _signature(paths: Sequence[str]) -> _Signature:
     found = []
-    for file in [file for path in paths for file in _files(path)]:
+    for path in paths:
         with contextlib.suppress(FileNotFoundError):  # replaced between the two calls; the reader reports missing files
-            status = os.stat(file)
-            found.append((file, status.st_size, status.st_mtime_ns))
+            for file in tables.files_of(path):
+                status = os.stat(file)
+                found.append((file, status.st_size, status.st_mtime_ns))
     return tuple(found)
 
 

@@ -118,6 +118,27 @@ def test_draws_each_change_and_ends_with_the_run(folder, monkeypatch):
     assert "has ended, with update 32" in out.getvalue()
 
 
+def test_draws_each_new_checkpoint_of_a_transformers_trainer(tmp_path):
+    scores = curve(COMPUTE, *TABLE_1["ScaleRL"])
+    history = [{"step": step, "eval_reward": score} for step, score in enumerate(scores.tolist())]
+    counts = []
+
+    def save(count):
+        folder = tmp_path / "out" / f"checkpoint-{count}"
+        folder.mkdir(parents=True)
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": history[:count]}) + "\n")
+
+    def draw(paths):
+        (found,) = readers.read_runs(paths, x=None, y="eval_reward")
+        counts.append(len(found.compute))
+
+    save(5)
+    watching(tmp_path / "out", draw)  # it ends with the tests: such a folder has no end of its own
+    eventually(lambda: counts == [5])
+    save(10)
+    eventually(lambda: counts == [5, 10])
+
+
 def test_ends_when_no_trainer_lives(folder):
     (folder / "evals.jsonl").write_text(rows(8))
     gone = subprocess.Popen([sys.executable, "-c", ""])
