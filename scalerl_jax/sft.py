@@ -58,7 +58,7 @@ _FINAL_RATE = 0.1  # of the peak, at the end of the cosine
 _EVALUATED_ROWS = 8  # micro-batches that are scored at once
 _OUTDATED = "model.outdated"  # beside a model that a changed config will replace
 _TAKEN = "traces_taken"  # traces of files taken before the next update, in a checkpoint's manifest
-_INITIAL = 4  # a stream of random numbers, separate from those of traces.py and environments/arithmetic.py
+_INITIAL = 4  # a stream of random numbers, separate from those of traces/built_in.py and environments/arithmetic.py
 
 
 # ---- The decoder and its tokenizer ---------------------------------------------------------------------------------

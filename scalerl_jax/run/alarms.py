@@ -45,7 +45,7 @@ Row = Mapping[str, Any]
 
 WITHOUT_GRADIENT = 5  # consecutive updates without a gradient that raise the alarm
 RECENT = 10  # updates whose mean is compared with a limit
-# As in rollouts/parity/handshake.py for config.parity.p99_limit = 0; that module imports gRPC, which a report does not
+# As in rollouts/parity.py for config.parity.p99_limit = 0; that module imports gRPC, which a report does not
 # need.
 _P99_LIMITS = {"float32": 1e-2, "bfloat16": 2e-1, "auto": 2e-1}  # auto: the run did not record its choice
 _WARNING, _ALARM = 0.05, 0.10  # of the completions

@@ -23,10 +23,10 @@ FLOORS = {
     13: "scalerl_jax.study",
     14: "launch.commands",
 }
-FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms.split()}
+FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 
 
-def room_of(module: str) -> str:
+def entry_of(module: str) -> str:
     """The longest prefix that has a floor."""
     name = module
     while name and name not in FLOOR_OF:
@@ -43,11 +43,11 @@ def ours(module: str) -> set[str]:
 
 @pytest.mark.parametrize("module", sorted(set(modules()) - {"scalerl_jax", "launch"}))
 def test_imports_go_down(module: str) -> None:
-    room = room_of(module)
+    entry = entry_of(module)
     for target in ours(module):
-        other = room_of(target)
-        assert other == room or FLOOR_OF[other] < FLOOR_OF[room], (
-            f"{module} (floor {FLOOR_OF[room]}) imports {target} (floor {FLOOR_OF[other]})"
+        other = entry_of(target)
+        assert other == entry or FLOOR_OF[other] < FLOOR_OF[entry], (
+            f"{module} (floor {FLOOR_OF[entry]}) imports {target} (floor {FLOOR_OF[other]})"
         )
 
 
