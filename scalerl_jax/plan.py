@@ -22,7 +22,7 @@ from scalerl_jax.cli import plan_flags as given
 from scalerl_jax.config_io import GivenConfig
 from scalerl_jax.planning import compiled, cost, layout_plan, page, workload
 from scalerl_jax.planning.layout_plan import LayoutPlan, Question
-from scalerl_jax.scaling.commands.results import make_console, say
+from scalerl_jax.scaling.commands.results import make_console, print_line
 from scalerl_jax.system import platforms
 from scalerl_jax.system.files import plain, write_whole
 
@@ -61,7 +61,7 @@ def main(config_given: GivenConfig) -> None:
 
     # ---- 2. The config's own layout, and if it does not fit the nearest that does ------------------------------------
     console = make_console()
-    say(console, f"decoder of {source}")
+    print_line(console, f"decoder of {source}")
     with entry.user_mistakes():
         own = layout_plan.plan(question, choice)
     page.show_layout(console, question, own)
@@ -71,10 +71,10 @@ def main(config_given: GivenConfig) -> None:
             question, own, compiles=given.COMPILES.value, report=lambda line: print(line, file=sys.stderr)
         )
         if found is None:
-            say(console, _nothing_fits(own, tried))
+            print_line(console, _nothing_fits(own, tried))
         else:
             best = found
-            say(console, f"the nearest that fits: {best.choice}")
+            print_line(console, f"the nearest that fits: {best.choice}")
             page.show_layout(console, question, best)
     page.show_step(console, question, best)
     if given.EXPLAIN.value:
@@ -88,7 +88,7 @@ def main(config_given: GivenConfig) -> None:
             found_there = cost.memory_on(server, config, decoder)
         fits = "" if found_there["fits"] else "does not fit: "
         where = f"{'each device of ' * (server.devices > 1)}{server.text}"
-        say(console, f"a generator on {where}: {fits}{found_there['line']}")
+        print_line(console, f"a generator on {where}: {fits}{found_there['line']}")
         written["generator"] = {"topology": server.text, "fits": found_there["fits"], **found_there["memory"]}
     if speed := given.TOKENS_PER_SECOND.value:
         numbers = {"sampled": work.sampled, "trainer_seconds": seconds, "tokens_per_second": speed}
@@ -105,7 +105,7 @@ def main(config_given: GivenConfig) -> None:
             device_hours_a_step=devices * seconds / 3600,
             flops_a_step=work.model_flops(decoder) + work.sampling_flops(decoder),
         )
-        say(console, f"to a pass rate of {aim.pass_rate:g} {aim.run} needs {aim.compute:.4g} {aim.kind}")
+        print_line(console, f"to a pass rate of {aim.pass_rate:g} {aim.run} needs {aim.compute:.4g} {aim.kind}")
     whole = cost.of_run(
         steps,
         step_seconds=seconds,

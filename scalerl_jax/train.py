@@ -185,7 +185,7 @@ def train(config: Config) -> None:
         line = stack.enter_context(ProgressLine("train", updates=config.max_steps, step=start))
         report = stack.enter_context(ReportWriter(folder.workdir))
         forecast = stack.enter_context(LiveForecast(updates=config.max_steps, log=line.log))
-        parity = Parity(config, expected=given.expected, score=trainer.score, fleet=fleet, say=line.log)
+        parity = Parity(config, expected=given.expected, score=trainer.score, fleet=fleet, log=line.log)
         waits = WaitTimes()
         guard = CollapseGuard(config, folder=folder, checkpoints=checkpoints, log=line.log)
         if lead is None:

@@ -43,7 +43,7 @@ HELLO_SECONDS = 10.0  # from the start of a stream until its hello; an unknown c
 FAREWELL_SECONDS = 3.0  # for what is still to be sent when the process is left
 LOST = 75  # exit code: the same command resumes from the checkpoint (EX_TEMPFAIL)
 
-GOES_ON = "the run ends; the same command on all hosts goes on from the checkpoint"
+RESUMES = "the run ends; the same command on all hosts goes on from the checkpoint"
 
 _METHOD = ("scalerl.Hosts", "Join")
 _OPTIONS = (
@@ -306,7 +306,7 @@ class FirstHost:
 
     def _lost(self, line: _Line, why: str) -> None:
         line.over = True
-        self._end_all(f"{line.name} {why}: {GOES_ON}", LOST)
+        self._end_all(f"{line.name} {why}: {RESUMES}", LOST)
 
     def _end_all(self, why: str, code: int) -> None:
         with self._lock:
@@ -428,6 +428,6 @@ class OtherHost:
     def _lost(self, why: str) -> None:
         self._line.over = True
         leave(
-            f"error: the first host {why}: {GOES_ON}",
+            f"error: the first host {why}: {RESUMES}",
             LOST,
         )

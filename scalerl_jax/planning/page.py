@@ -10,7 +10,7 @@ from scalerl_jax.planning import compiled
 from scalerl_jax.planning.cost import Cost, Fleet
 from scalerl_jax.planning.layout_plan import LayoutPlan, Question
 from scalerl_jax.planning.roofline import Traffic
-from scalerl_jax.scaling.commands.results import new_table, say
+from scalerl_jax.scaling.commands.results import new_table, print_line
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system.memory import gib
 
@@ -19,12 +19,16 @@ def show_layout(console: Console, question: Question, plan: LayoutPlan) -> None:
     machine, size, update = question.machine, plan.bytes, plan.update
     axes = " x ".join(f"{axis} {n}" for axis, n in plan.choice.mesh if n > 1) or "one device"
     how = f"compiled in {update.seconds:.0f} s" if update.seconds is not None else "by formula"
-    say(console, f"{machine}: {machine.devices} devices, mesh {axes}, remat {plan.choice.remat}; {how}")
+    print_line(console, f"{machine}: {machine.devices} devices, mesh {axes}, remat {plan.choice.remat}; {how}")
     if update.seconds is None and not machine.chip.is_tpu:
-        say(console, f"compiled for {machine.chip.name}, bytes would be the compiler's own: {compiled.INSTALL_GPUS}")
+        print_line(
+            console, f"compiled for {machine.chip.name}, bytes would be the compiler's own: {compiled.INSTALL_GPUS}"
+        )
     for what, count in update.warnings.items():
-        say(console, f"the compiler says, {count} times: {what}")
-    say(console, f"{update.attention}; a micro-batch is {plan.rows} rows of {question.config.learner.seq_len} tokens")
+        print_line(console, f"the compiler says, {count} times: {what}")
+    print_line(
+        console, f"{update.attention}; a micro-batch is {plan.rows} rows of {question.config.learner.seq_len} tokens"
+    )
 
     table = _table("bytes on a device", "class", "GiB", "")
     for name, value in _classes(plan).items():
@@ -34,7 +38,7 @@ def show_layout(console: Console, question: Question, plan: LayoutPlan) -> None:
     console.print(table)
 
     if plan.traffic is None:
-        say(console, "compilation ran out of memory; communication below is estimated")
+        print_line(console, "compilation ran out of memory; communication below is estimated")
     table = _table("a device receives in a micro-batch, along", "axes", "GB", "GB by formula", "ms", "ms of network")
     formula = {one.axes: one for one in plan.formula_traffic}
     for one in plan.traffic if plan.traffic is not None else plan.formula_traffic:
@@ -50,20 +54,22 @@ def show_layout(console: Console, question: Question, plan: LayoutPlan) -> None:
 def show_step(console: Console, question: Question, plan: LayoutPlan) -> None:
     times, work = plan.roofline, question.workload
     if question.config.numerics == "bitwise":
-        say(console, "config.numerics=bitwise: its loops over blocks of rows count as one turn, so seconds are too few")
+        print_line(
+            console, "config.numerics=bitwise: its loops over blocks of rows count as one turn, so seconds are too few"
+        )
     rate = speeds(question, plan)
     table = _table("a step, in seconds", "limit", "by itself", "")
     for name, seconds in times.parts.items():
         table.add_row(name, f"{seconds:.2f}", "binds" if name == times.binds else "")
     table.add_row("roofline", f"{times.step:.2f}", f"in turn {times.in_turn:.2f}")
     console.print(table)
-    say(
+    print_line(
         console,
         f"a step: {work.completions} completions, {short_number(work.tokens)} tokens, {plan.micro_batches} "
         f"micro-batches; model {short_number(rate['model_flops'])} FLOPs, hardware "
         f"{short_number(plan.flops.total * plan.micro_batches)}",
     )
-    say(
+    print_line(
         console,
         f"at the roofline: {rate['tokens_per_second_per_chip']:.0f} tokens/s a chip, MFU {rate['mfu']:.0%}"
         + (f" (products at {question.peak_share:.0%} of their peak rate)" if question.peak_share < 1 else ""),
@@ -73,7 +79,7 @@ def show_step(console: Console, question: Question, plan: LayoutPlan) -> None:
 def show_places(console: Console, plan: LayoutPlan) -> None:
     """Prints where a step's least seconds are spent, from the optimised text of its programs."""
     if plan.program is None:
-        say(console, "--explain: requires what was compiled; this plan is by formula")
+        print_line(console, "--explain: requires what was compiled; this plan is by formula")
         return
     title = "the most expensive places of a step, at the least, on each device"
     table = _table(title, "place", "share", "seconds", "TFLOP", "GB", "binds")
@@ -86,7 +92,7 @@ def show_places(console: Console, plan: LayoutPlan) -> None:
 
 
 def show_fleet(console: Console, fed: int, fleet: Fleet) -> None:
-    say(
+    print_line(
         console,
         f"generators: {fed} keep the trainer fed; with {fleet.generators} a step takes {fleet.step_seconds:.2f} s, the "
         f"trainer waits {fleet.trainer_idle:.0%} and they wait {fleet.generators_idle:.0%} of the time",
@@ -95,7 +101,7 @@ def show_fleet(console: Console, fed: int, fleet: Fleet) -> None:
 
 def show_cost(console: Console, cost: Cost) -> None:
     money = "" if cost.money is None else f", {cost.money:,.0f} in money"
-    say(
+    print_line(
         console,
         f"{cost.steps:,.0f} steps: {cost.hours:,.1f} hours, {cost.trainer_hours:,.0f} device-hours of the trainer"
         + (f", {cost.generator_hours:,.0f} of generators" if cost.generator_hours else "")

@@ -52,7 +52,7 @@ class Evaluator:
         self._samples, self._version, self._wait = config.evaluation.samples, -1, wait
         incarnation = Incarnation(time.time_ns())
 
-        def check_met(server: str, status: pb.StatusReply) -> None:
+        def check_server(server: str, status: pb.StatusReply) -> None:
             if status.version.incarnation not in (0, incarnation.value) and not take_over:
                 raise ProbeError(
                     f"server {server}: holds the weights of a trainer, which would lose it, or of an evaluation "
@@ -66,7 +66,7 @@ class Evaluator:
 
         self._fleet = Fleet(
             config,
-            servers=dataclasses.replace(servers, check=check_met),
+            servers=dataclasses.replace(servers, check=check_server),
             requests=requests,
             buffer=requests.training_groups(Pipeline(k=1, groups=1, batches=0), nothing, trained=0),
             incarnation=incarnation,

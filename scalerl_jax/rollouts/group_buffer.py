@@ -35,7 +35,7 @@ class Process(NamedTuple):
     server_id: str
 
 
-_NOBODY: Mapping[Process, int] = {}
+_NO_SERVER: Mapping[Process, int] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,7 @@ class GroupBuffer:
         split: bool,
         alone: bool,
         now: float,
-        with_capacity: Mapping[Process, int] = _NOBODY,
+        with_capacity: Mapping[Process, int] = _NO_SERVER,
     ) -> RolloutRequest | None:
         """The next request for a server process that holds version `step` and may get `capacity` more completions.
 

@@ -337,18 +337,18 @@ class Parity:
         score: Callable[[Sequence[Segment]], Sequence[np.ndarray]],
         expected: Expected,
         fleet: Fleet,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ):
         """score: Trainer.score."""
         dtypes = (config.model.compute_dtype, config.fleet.compute_dtype)
         dtype = "bfloat16" if "bfloat16" in dtypes else "float32"
         self._probe = probe = Probe(config.parity, expected=expected, score=self._score_completions, dtype=dtype)
-        self._score, self._fleet, self._say = score, fleet, say
+        self._score, self._fleet, self._log = score, fleet, log
         self._every = config.parity.every
         judges = comparable(config.rollout)
         self._judge = Judge(config.parity, mean_limit=probe.limits[0], judges=judges)
         if not judges:
-            say(UNJUDGED)
+            log(UNJUDGED)
         self._alarmed: set[Process] = set()  # by the previous check
         self._due: dict[Process, int] = {}  # tries left of those to be probed
         self._begin_row()
@@ -381,7 +381,7 @@ class Parity:
             return False
         for process in self._judge.alarms.keys() - self._alarmed:
             what = self._judge.alarms[process]
-            self._say(f"warning: {process.address}: kept, with no other server to hold it against: {what}; {STALE}")
+            self._log(f"warning: {process.address}: kept, with no other server to hold it against: {what}; {STALE}")
         self._alarmed = set(self._judge.alarms)
         self._judge.accept(scored)
         for process, _, sums in scored:
@@ -393,7 +393,7 @@ class Parity:
         self._row["taken_back"] += back
         self._row["sent_away"] += finding.numbers is None
         what = "sent away" if finding.numbers is None else "one group is not trained on"
-        self._say(f"{finding.process.address}: {what}: {finding.what}; {back} completions are asked for again")
+        self._log(f"{finding.process.address}: {what}: {finding.what}; {back} completions are asked for again")
 
     # ---- between batches
 
@@ -408,7 +408,7 @@ class Parity:
         """Handles what has arrived: samples of candidates and of servers that were probed again, and evaluations that
         wait for approval."""
         for server, found in self._probe.admit_candidates(self._fleet):
-            self._say(
+            self._log(
                 f"{server} joined: |log-prob difference| {found.mean:.1e} on average, {found.p99:.1e} at p99, "
                 f"over {found.tokens} tokens"
             )

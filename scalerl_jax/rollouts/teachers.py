@@ -44,7 +44,7 @@ from scalerl_jax.rollouts.servers.teacher_server import (
     PAUSE_SECONDS,
     TeacherContext,
     TeacherServer,
-    taken_nothing,
+    accepted_nothing,
     vocabulary_of,
 )
 from scalerl_jax.rollouts.servers.validate_status import Expected, FleetError, ProbeError
@@ -332,7 +332,7 @@ class _Teacher:
                 self.row["seconds"] += now - one.asked_at
         except (ValueError, TimeoutError, grpc.aio.AioRpcError) as error:
             for one in asked:
-                one.tries -= taken_nothing(error)
+                one.tries -= accepted_nothing(error)
             server.failed(error)
 
     def _asked(self, server: TeacherServer, asked: list[_Sequence], task: "asyncio.Task[None]") -> None:

@@ -66,7 +66,7 @@ class Sign:
 
     column: str
     name: str
-    says: str  # text for a mean past a limit, with {value}, or {share} in percent
+    message: str  # text for a mean past a limit, with {value}, or {share} in percent
     advice: str  # what to do
 
 
@@ -156,12 +156,12 @@ class Limit:
 @dataclasses.dataclass(frozen=True)
 class Alarm:
     chart: str  # key of the page's chart that shows it
-    says: str  # what is wrong, with its figures
+    message: str  # what is wrong, with its figures
     advice: str  # what to do
     loud: bool = False  # else a warning
 
     def __str__(self) -> str:
-        return f"{self.says}. What to do: {self.advice}."
+        return f"{self.message}. What to do: {self.advice}."
 
 
 def limits(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, list[Limit]]:
@@ -207,7 +207,7 @@ def past_limits(rows: Sequence[Row], settings: Mapping[str, Any]) -> list[Alarm]
         latest = recent_mean(rows, sign.column)
         passed = [limit for limit in drawn.get(key, []) if limit.passed_by(latest)]
         if passed and latest is not None:
-            text = sign.says.format(value=latest, share=f"{100 * latest:.3g}%")
+            text = sign.message.format(value=latest, share=f"{100 * latest:.3g}%")
             what = f"{text} (mean of the last {RECENT} updates; the limit is {passed[-1].label})"
             found.append(Alarm(key, what, sign.advice, passed[-1].loud))
     return sorted(found, key=lambda alarm: not alarm.loud)
@@ -256,7 +256,7 @@ def no_gradient(rows: Sequence[Row], settings: Mapping[str, Any]) -> Alarm | Non
     if failed > 0:
         shares.append(f"{failed:.0%} of the episodes failed")
     if failed >= _MOST:
-        why, advice = SIGNS["failed"].says.format(share=f"{failed:.0%}"), SIGNS["failed"].advice
+        why, advice = SIGNS["failed"].message.format(share=f"{failed:.0%}"), SIGNS["failed"].advice
     elif right >= _NEARLY_ALL:
         why, advice = "all completions are right", "the problems are solved: harder ones, or end the run here"
     elif unended >= _MOST and unended >= cut:
@@ -277,8 +277,10 @@ def no_gradient(rows: Sequence[Row], settings: Mapping[str, Any]) -> Alarm | Non
         why = "of every prompt the completions are all right or all wrong"
         advice = SIGNS["surviving"].advice
     first, last = rows[0].get("step"), rows[-1].get("step")
-    says = f"nothing is learned, {why}: {len(rows)} updates without a gradient ({first} to {last}; {', '.join(shares)})"
-    return Alarm("surviving", says, advice, loud=True)
+    message = (
+        f"nothing is learned, {why}: {len(rows)} updates without a gradient ({first} to {last}; {', '.join(shares)})"
+    )
+    return Alarm("surviving", message, advice, loud=True)
 
 
 # The columns that the signs need, kept of each row: an episode may last for the rest of a long run.

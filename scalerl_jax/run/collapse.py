@@ -142,9 +142,9 @@ class CollapseWatch:
             return self._raise()
         return None
 
-    def not_finite(self, step: int, says: str) -> Collapse | None:
+    def not_finite(self, step: int, message: str) -> Collapse | None:
         """Records an update whose gradient is not finite, which may have no row."""
-        return self._raise(says, step=step)
+        return self._raise(message, step=step)
 
     @property
     def good_evaluation(self) -> int | None:

@@ -49,14 +49,16 @@ def check(workdir: str, *, on_collapse: str) -> str:
         return ""
     try:
         stopped = read_object(path)
-        step, last_good, says = int(stopped["step"]), int(stopped["last_good"]), str(stopped["says"])
+        step, last_good, message = int(stopped["step"]), int(stopped["last_good"]), str(stopped["says"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: is damaged ({error!r}); put it back from a copy, or remove it") from None
     if on_collapse != "alarm":
-        raise Collapsed(_line(workdir, step, last_good, says))
+        raise Collapsed(_line(workdir, step, last_good, message))
     os.remove(path)
     newest = max(_steps(workdir), default=0)
-    return f"going on from step {newest} as --config.checkpoint.on_collapse=alarm asks: {says} (stopped at step {step})"
+    return (
+        f"going on from step {newest} as --config.checkpoint.on_collapse=alarm asks: {message} (stopped at step {step})"
+    )
 
 
 def go_back(workdir: str, step: int) -> str:
@@ -81,13 +83,13 @@ def _stop(workdir: str, found: Collapse) -> Collapsed:
     return Collapsed(_line(workdir, found.step, found.last_good, str(found)))
 
 
-def _line(workdir: str, step: int, last_good: int, says: str) -> str:
+def _line(workdir: str, step: int, last_good: int, message: str) -> str:
     there = _steps(workdir)
     good = max((one for one in there if one <= last_good), default=0)
     kept = f"the last good checkpoint is that of step {good}" if good else "no checkpoint of before is kept"
     back = f"--from_step={good} goes back to {'it' if good else 'the start'}"
     alarm = f"--config.checkpoint.on_collapse=alarm goes on from step {max(there, default=0)}"
-    return f"stopped at step {step}: {says}; {kept}; {back}; {alarm}"
+    return f"stopped at step {step}: {message}; {kept}; {back}; {alarm}"
 
 
 def _steps(workdir: str) -> list[int]:

@@ -100,8 +100,8 @@ class TrainerMetrics:
             yield from (_named(*family) for family in _of_the_fleet(status))
 
 
-def _named(name: str, says: str, kind: str, labels: tuple[str, ...], samples: Samples) -> Family:
-    return PREFIX + name, says, kind, labels, samples
+def _named(name: str, text: str, kind: str, labels: tuple[str, ...], samples: Samples) -> Family:
+    return PREFIX + name, text, kind, labels, samples
 
 
 def _waited(before: Mapping[str, float], row: Mapping[str, Any]) -> dict[str, float]:
@@ -117,9 +117,9 @@ def _waited(before: Mapping[str, float], row: Mapping[str, Any]) -> dict[str, fl
 def _of_the_run(snapshot: _Snapshot, max_steps: int) -> Iterable[Family]:
     yield "step", "Optimizer steps made.", "gauge", (), {(): snapshot.step}
     yield "max_steps", "Optimizer steps of the whole run.", "gauge", (), {(): max_steps}
-    for column, (name, says) in STEP_GAUGES.items():
+    for column, (name, text) in STEP_GAUGES.items():
         if isinstance(snapshot.row.get(column), int | float):
-            yield name, says, "gauge", (), {(): snapshot.row[column]}
+            yield name, text, "gauge", (), {(): snapshot.row[column]}
     alarms = {(sign,): 1.0 + snapshot.alarms[sign] if sign in snapshot.alarms else 0.0 for sign in (*SIGNS, COLLAPSE)}
     yield "alarm", "Signs past their limits: 1 a warning, 2 an alarm.", "gauge", ("sign",), alarms
     yield "waited_seconds", "Waited for the fleet, by who held it up.", "counter", ("name",), {

@@ -253,10 +253,10 @@ def explain_write_errors(workdir: str) -> Iterator[None]:
     except OSError as error:
         if not isinstance(error, files.WriteError) and error.filename is None:
             raise
-        raise UserError(_where_it_goes_on(workdir, error)) from error
+        raise UserError(_resume_line(workdir, error)) from error
 
 
-def _where_it_goes_on(workdir: str, error: OSError) -> str:
+def _resume_line(workdir: str, error: OSError) -> str:
     folder, file = os.path.abspath(workdir), os.path.abspath(str(error.filename))
     inside = file.startswith(folder + os.sep)
     what = f"--workdir={workdir}" if inside or file == folder else file

@@ -211,7 +211,7 @@ class _Study:
             commands={name: shlex.join(self.command(name)) for name in self.study.runs},
             finished=[name for name, one in self.standings.items() if one.finished],
         )
-        lay_out.say(console, f"written: {', '.join(written)}")
+        lay_out.print_line(console, f"written: {', '.join(written)}")
 
 
 def _started(typed: Sequence[str]) -> list[str]:

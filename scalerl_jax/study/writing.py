@@ -201,7 +201,7 @@ def show(console: Console, found: Results) -> None:
     for one in found.studies:
         console.print(_table(one, found.x))
         for line in sentences(one):
-            lay_out.say(console, line)
+            lay_out.print_line(console, line)
 
 
 def sentences(one: StudyResults) -> list[str]:

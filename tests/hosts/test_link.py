@@ -249,7 +249,7 @@ def test_a_killed_host_ends_the_other(two: list[Host], killed: int) -> None:
     two[killed].process.kill()
     code, said = two[1 - killed].end()
     assert code == LOST
-    assert link.GOES_ON in said and ("the first host" in said if killed == 0 else "host 1 (" in said)
+    assert link.RESUMES in said and ("the first host" in said if killed == 0 else "host 1 (" in said)
 
 
 @pytest.mark.slow
@@ -262,7 +262,7 @@ def test_a_frozen_host_ends_the_other_and_then_itself(two: list[Host], frozen: i
     assert code == LOST and "has not been heard of for" in said
     two[frozen].process.send_signal(signal.SIGCONT)
     code, said = two[frozen].end()
-    assert code == LOST and link.GOES_ON in said
+    assert code == LOST and link.RESUMES in said
 
 
 @pytest.mark.slow

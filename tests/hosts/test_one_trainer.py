@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from scalerl_jax.hosts.link import GOES_ON, LOST, SILENCE_SECONDS
+from scalerl_jax.hosts.link import LOST, RESUMES, SILENCE_SECONDS
 from tests.support.hosts import Hosts
 from tests.support.runs import Run, config_of, read
 from tests.support.servers import serve
@@ -74,7 +74,7 @@ def test_however_many_they_are_and_whatever_ends_them(tmp_path: pathlib.Path, ho
         run.until(lambda: run.first.metrics[-1]["step"] >= step + 2, "2 steps of two hosts")
         run.signal(1, signal.SIGKILL)
         assert run.wait() == [LOST, -signal.SIGKILL], run.outputs()
-        assert "host 1 (" in run.first.output() and GOES_ON in run.first.output()
+        assert "host 1 (" in run.first.output() and RESUMES in run.first.output()
 
         run.again(1).finish()
     assert f"going on from step {step} of 12" in read(f"{run.workdir}-2-0.log")

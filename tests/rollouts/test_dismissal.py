@@ -9,7 +9,7 @@ from scalerl_jax.contract.codec import Completion
 from scalerl_jax.learner.batch import sums_of
 from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.parity import FEWEST_TOKENS, Judge, Parity, Scored
-from scalerl_jax.rollouts.servers.client import SAMPLES_NOT
+from scalerl_jax.rollouts.servers.client import PROBE_FAILED
 from scalerl_jax.rollouts.servers.server_state import Probed
 from scalerl_jax.rollouts.servers.validate_status import Expected, FleetError
 from tests.rollouts.small_trainer import Trainer, config, row, weights
@@ -220,7 +220,7 @@ def test_a_server_whose_short_queue_is_kept_full_is_probed(start):
             seen = trainer.fleet.trust.probed()
         assert len(seen[0].samples) == trainer.config.parity.completions
         record = trainer.fleet._pool.named(servers[0].address).record
-        assert not record.counts and not record._refusals[SAMPLES_NOT]
+        assert not record.counts and not record._refusals[PROBE_FAILED]
         trainer.update()  # it gets groups again
         trainer.check()
 
@@ -258,7 +258,7 @@ def test_each_server_is_probed_until_it_could_be_compared():
 
     a, b = Process("a:1", "1"), Process("b:2", "1")
     fleet = Probes(a, b)
-    parity = Parity(made, score=score, expected=expected, fleet=fleet, say=lambda line: None)
+    parity = Parity(made, score=score, expected=expected, fleet=fleet, log=lambda line: None)
 
     def sampled(version):
         ids, logprobs = np.arange(20, dtype=np.int32), np.full(20, -1.0, np.float32)

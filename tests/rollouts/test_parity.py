@@ -241,7 +241,7 @@ def test_where_sampling_is_not_from_the_policy_itself_nothing_is_judged():
 def test_a_run_says_that_nothing_is_judged(temperature, lines):
     config, said = Config(), []
     config.rollout.temperature = temperature
-    parity = Parity(config, score=None, expected=EXPECTED, fleet=None, say=said.append)
+    parity = Parity(config, score=None, expected=EXPECTED, fleet=None, log=said.append)
     batch = at_temperature(0.2)
     assert parity._judge.judge(batch) == [] if lines else parity._judge.judge(batch)
     assert len(said) == lines and all("\n" not in line and "not judged" in line for line in said)
@@ -249,7 +249,7 @@ def test_a_run_says_that_nothing_is_judged(temperature, lines):
 
 def test_the_alarm_is_one_line_until_it_is_over():
     config, said = Config(), []
-    parity = Parity(config, score=None, expected=EXPECTED, fleet=None, say=said.append)
+    parity = Parity(config, score=None, expected=EXPECTED, fleet=None, log=said.append)
     rng, drifts = np.random.default_rng(0), [*np.linspace(0.0, 1.8, 14), 1.8, *[0.0] * 6, *np.linspace(0.0, 1.8, 14)]
     for start, drift in enumerate(drifts):
         batch = [scored for n in range(8 * start, 8 * start + 8) for scored in group(rng, LIAR, n, drift=drift)]

@@ -54,7 +54,7 @@ GONE = "is lost repeatedly"
 AUTH_FAILURE = "one end does not trust the other"
 PATIENCE_SECONDS = 5.0  # total time a finished batch waits for a candidate that is about to be ready
 
-TAKES_NOT, SAMPLES_NOT = "weight update failed", "parity probe failed"
+UPDATE_FAILED, PROBE_FAILED = "weight update failed", "parity probe failed"
 BREATH_SECONDS = 0.1  # between two attempts, at least
 _REMEMBERED = 64  # versions that a server reported as applied
 
@@ -349,12 +349,12 @@ class ServerClient(ServerState):
         except grpc.aio.AioRpcError as error:
             why = f"did not arrive: {describe(error)}"
         else:
-            self.record.forgive(TAKES_NOT)
+            self.record.forgive(UPDATE_FAILED)
             self._applied.append((time.monotonic(), report.step))
             self._context.event("push", {"server": self.address, **dataclasses.asdict(report)})
             self.set_version(report.step)
             return True
-        self.refuse(TAKES_NOT, f"version {step} {why}", log=True)
+        self.refuse(UPDATE_FAILED, f"version {step} {why}", log=True)
         self.hurry()
         return False
 
@@ -394,15 +394,15 @@ class ServerClient(ServerState):
             elif may_be_full and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise
             else:
-                self.refuse(SAMPLES_NOT, describe(error), log=True)
+                self.refuse(PROBE_FAILED, describe(error), log=True)
             return None
         except ValueError as error:
             self.reject(f"server {self.address} breaks the contract: {error}")
             return None
         if any(completion.finish_reason == "aborted" for _, completion in got):
-            self.refuse(SAMPLES_NOT, "it returns unfinished completions, as a server does that shuts down", log=True)
+            self.refuse(PROBE_FAILED, "it returns unfinished completions, as a server does that shuts down", log=True)
             return None
-        self.record.forgive(SAMPLES_NOT)
+        self.record.forgive(PROBE_FAILED)
         return tuple(got)
 
     async def _samples(self, requests: Sequence[RowRequest], *, capacity: int, seconds: float) -> list[Sample]:

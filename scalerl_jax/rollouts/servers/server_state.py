@@ -62,7 +62,7 @@ ACTIVE, REJECTED, SUPERSEDED, LEAVING = "active", "rejected", "superseded", "lea
 ANSWERING = (UPDATING, PROBING, CANDIDATE, ACTIVE)
 
 # How gRPC's own message begins when it rejects an answer; the server sent something else.
-NOT_TAKEN_IN = ("received metadata size exceeds", "CLIENT: ")
+REJECTED_ANSWER = ("received metadata size exceeds", "CLIENT: ")
 
 Sample = tuple[Row, codec.Completion]
 
@@ -433,7 +433,7 @@ class ServerState:
         if code is grpc.StatusCode.INVALID_ARGUMENT:
             self.reject(f"server {self.address} cannot serve this run: {describe(error)}")
             return True
-        if (error.details() or "").startswith(NOT_TAKEN_IN):
+        if (error.details() or "").startswith(REJECTED_ANSWER):
             self.offend("answers with more than a message may hold", describe(error))
             return True
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

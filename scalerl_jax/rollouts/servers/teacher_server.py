@@ -255,7 +255,7 @@ class TeacherServer:
         if code is grpc.StatusCode.UNAVAILABLE:
             self._lose(why)
             return
-        self._failures += not taken_nothing(error)
+        self._failures += not accepted_nothing(error)
         now, times = time.monotonic(), self._limit.happened(str(code), now=time.monotonic())
         self._set_reason(why)
         if isinstance(error, ValueError) or code is grpc.StatusCode.INVALID_ARGUMENT or self._failures >= FAILURES:
@@ -288,7 +288,7 @@ class TeacherServer:
                 task.cancel()
 
 
-def taken_nothing(error: BaseException) -> bool:
+def accepted_nothing(error: BaseException) -> bool:
     """Whether a server was only too busy. gRPC reports INTERNAL if the call had ended before it was written."""
     return _code_of(error) in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL)
 

@@ -24,7 +24,7 @@ def make_console() -> Console:
     return console
 
 
-def say(console: Console, line: str) -> None:
+def print_line(console: Console, line: str) -> None:
     """Prints a line without markup, since names of runs are not markup, and without wrapping."""
     console.print(line, markup=False, soft_wrap=True)
 

@@ -69,7 +69,7 @@ def main(paths: Sequence[str]) -> None:
                 try:
                     runs.append(whole_run(name, one.name, one.compute * factor, passes, trials, task=one.task))
                 except TooFewPoints as error:
-                    results.say(console, f"{one.source}: {name} is left out: {error}")
+                    results.print_line(console, f"{one.source}: {name} is left out: {error}")
     recipes, tasks = ({getattr(one, what) for one in runs} for what in ("recipe", "task"))
     with user_mistakes(), Progress(console=console, transient=True) as progress:
         first = progress.add_task("runs foretold", total=len(runs))
@@ -89,7 +89,7 @@ def main(paths: Sequence[str]) -> None:
     what = f"{len(runs)} runs of {len(recipes)} recipes" + (f" on {len(tasks)} tasks" if len(tasks) > 1 else "")
     console.print(_table(table, f"later evaluations of {what}, foretold by {by}"))
     for fraction in FRACTIONS:
-        results.say(console, judged.identified_sentence(found, sigmoids, fraction))
+        results.print_line(console, judged.identified_sentence(found, sigmoids, fraction))
     document: dict[str, Any] = {
         "x": reading.axis_labels()[0],
         "runs": len(runs),
@@ -103,7 +103,7 @@ def main(paths: Sequence[str]) -> None:
     if path is None:
         written.insert(0, os.path.join(out, "calibration.json"))
         write_whole(written[0], numbers.text())
-    results.say(console, f"written: {', '.join(written)}")
+    results.print_line(console, f"written: {', '.join(written)}")
 
 
 def _table(rows: Sequence[Summary], title: str) -> Table:

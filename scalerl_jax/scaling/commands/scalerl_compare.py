@@ -99,22 +99,22 @@ def main(paths: Sequence[str]) -> None:
     # ------------------------------------------------------------------ print
     label, y_label = reading.axis_labels()
     for line in remarks:
-        results.say(console, line)
+        results.print_line(console, line)
     if found is not None:
         console.print(_table(found, label))
         for pair in found.pairs:
-            results.say(console, f"{pair.sentence}.")
+            results.print_line(console, f"{pair.sentence}.")
     if forecasts:
         console.print(_forecast_table(runs, forecasts, label))
         for run, forecast in zip(runs, forecasts):
-            results.say(console, f"{run.name}: {forecast.advice}: {forecast.reason}.")
-            _say_hours(console, run, forecast.budget)
+            results.print_line(console, f"{run.name}: {forecast.advice}: {forecast.reason}.")
+            _print_hours(console, run, forecast.budget)
     if plan is not None:
         console.print(_plan_table(plan, label))
-        results.say(console, f"{plan.reason}.")
+        results.print_line(console, f"{plan.reason}.")
         for run in runs:
             extra = {} if plan.recommended is None else plan.recommended.extra
-            _say_hours(console, run, run.reached + extra[run.name] if run.name in extra else None)
+            _print_hours(console, run, run.reached + extra[run.name] if run.name in extra else None)
 
     # ------------------------------------------------------------------ write
     figure = None
@@ -127,13 +127,13 @@ def main(paths: Sequence[str]) -> None:
         document["forecasts"] = [{"run": run.name, **dataclasses.asdict(one)} for run, one in zip(runs, forecasts)]
     if plan is not None:
         document["plan"] = decide.plan_document(plan)
-    results.say(console, f"written: {', '.join(results.write(out, 'compare', document, figure))}")
+    results.print_line(console, f"written: {', '.join(results.write(out, 'compare', document, figure))}")
 
 
-def _say_hours(console: Console, run: Run, compute: float | None) -> None:
+def _print_hours(console: Console, run: Run, compute: float | None) -> None:
     """Prints the device-hours of so much compute of a run, if its rows have them."""
     if compute is not None and (cost := hours(compute, run.rate)):
-        results.say(console, f"{run.name}: to {short_number(compute)}{cost}.")
+        results.print_line(console, f"{run.name}: to {short_number(compute)}{cost}.")
 
 
 def _forecast(run: Run, target: float | None) -> Forecast:

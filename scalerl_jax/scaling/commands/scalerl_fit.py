@@ -65,14 +65,14 @@ def main(paths: Sequence[str]) -> None:
 
     # ------------------------------------------------------------------ print
     for line in remarks:
-        results.say(console, line)
+        results.print_line(console, line)
     console.print(_table(fitted, label, console.width))
     for result, found in zip(fitted, ahead):
-        results.say(console, f"{result.name}: {of_asymptote(result.fit, result.rate)}.")
+        results.print_line(console, f"{result.name}: {of_asymptote(result.fit, result.rate)}.")
         if found is not None:
-            results.say(console, f"{result.name}: {found[1]}.")
+            results.print_line(console, f"{result.name}: {found[1]}.")
         if given.TARGET.value is not None and result.fit.rises:
-            results.say(console, f"{result.name}: {_reach(result, given.TARGET.value, label)}.")
+            results.print_line(console, f"{result.name}: {_reach(result, given.TARGET.value, label)}.")
     console.print(
         f"±{SEED_MARGIN:g}: what runs that differ only in their seed showed in the paper. The interval of a single run "
         "does not hold it; that of --bootstrap does where there are several seeds.",
