@@ -81,7 +81,7 @@ def stop_seconds(engine: str) -> float:
     return limits.STOP_SECONDS[engine] + MARGIN_SECONDS
 
 
-class Server:
+class LocalServer:
     """One supervised process. Its thread waits for its end and restarts it."""
 
     def __init__(
@@ -268,7 +268,7 @@ class LocalServers:
         common = server_environment(threads or max(1, cores() // count))
         own = environments or [{}] * count
         self.servers = [
-            Server(i, command, {**common, **extra}, os.path.abspath(workdir), times.first_pause)
+            LocalServer(i, command, {**common, **extra}, os.path.abspath(workdir), times.first_pause)
             for i, extra in zip(range(count), own, strict=True)
         ]
         deadline = time.monotonic() + times.start

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
-class _Trainer:
+class _TrainerActivity:
     came: float
     heard: float
     completions: int = 0
@@ -38,7 +38,7 @@ class Activity:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic):
         self._clock, self._quiet = clock, QuietLog(log, clock=clock)
-        self._trainers: dict[int, _Trainer] = {}  # by incarnation; the most recent caller is last
+        self._trainers: dict[int, _TrainerActivity] = {}  # by incarnation; the most recent caller is last
         self._connections: dict[str, int] = {}  # peer -> incarnation, in the same order
         self._completions = 0  # since the last heartbeat
         self._beat_at, self._beat_tokens = clock(), 0
@@ -48,7 +48,7 @@ class Activity:
         now = self._clock()
         trainer = self._trainers.pop(incarnation, None)
         if trainer is None:
-            trainer = _Trainer(came=now, heard=now)
+            trainer = _TrainerActivity(came=now, heard=now)
             self._quiet.log(
                 "comes", logging.INFO, "%s comes: its first call is from %s", _name(incarnation), printable(peer)
             )
@@ -72,10 +72,10 @@ class Activity:
     def applied(self, incarnation: int) -> None:
         self._heard(incarnation).versions += 1
 
-    def _heard(self, incarnation: int) -> _Trainer:
+    def _heard(self, incarnation: int) -> _TrainerActivity:
         """The trainer of this incarnation, marked as active now; an unknown one is not remembered."""
         now = self._clock()
-        trainer = self._trainers.get(incarnation, _Trainer(now, now))
+        trainer = self._trainers.get(incarnation, _TrainerActivity(now, now))
         trainer.heard = now
         return trainer
 

@@ -78,7 +78,7 @@ class Bound(NamedTuple):
 OTHERS = Bound(calls=32, bytes=2**16)  # of a method without its own bound
 
 
-class Malformed(Exception):
+class MalformedMessage(Exception):
     """The bytes received are not a message, or too long."""
 
 
@@ -121,11 +121,11 @@ class Guard(grpc.aio.ServerInterceptor):
         def deserialize(data: bytes) -> Any:
             """Never raises: gRPC would log a traceback and answer UNKNOWN."""
             if len(data) > longest:
-                return Malformed(f"a message of {len(data)} bytes, at most {longest} are possible")
+                return MalformedMessage(f"a message of {len(data)} bytes, at most {longest} are possible")
             try:
                 return read(data)
             except Exception as error:  # noqa: BLE001 (whatever a codec raises: the bytes are the client's)
-                return Malformed(f"not a message of this method ({error})")
+                return MalformedMessage(f"not a message of this method ({error})")
 
         async def serve(request: Any, context: grpc.aio.ServicerContext) -> Any:
             return await self._serve(method, handler, request, _Context(context))
@@ -140,7 +140,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self._calls[method] += 1
         try:
             return await _call(handler, request, context)
-        except Malformed as error:
+        except MalformedMessage as error:
             why = peer_text.printable(error)
             self._quiet.log("malformed", logging.WARNING, "%s from %s: %s", method, context.peer(), why)
             if handler.request_streaming:
@@ -165,7 +165,7 @@ class Unread(Exception):
 
 
 async def _call(handler: grpc.RpcMethodHandler, request: Any, context: "_Context") -> Any:
-    if isinstance(request, Malformed):
+    if isinstance(request, MalformedMessage):
         raise request
     if handler.request_streaming:
         request = _messages(context)
@@ -189,7 +189,7 @@ class _Context(CallContext):
 
     async def read(self) -> Any:
         message = await self._context.read()
-        if isinstance(message, Malformed):
+        if isinstance(message, MalformedMessage):
             raise message
         return message
 

@@ -24,7 +24,7 @@ import grpc
 from rollout_server.activity import Activity
 from rollout_server.engines.engine import Engine
 from rollout_server.guard import QuietLog
-from rollout_server.weight_store import FullSyncNeeded, Staging, WeightStore
+from rollout_server.weight_store import BaseNotHeld, Staging, WeightStore
 from scalerl_jax.contract import codec, peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk
@@ -55,7 +55,7 @@ class WeightReceiver:
         self.store = WeightStore(engine.info, engine.weight_buffer)
         self.versions_applied = 0
         self._engine = engine
-        self._receiving: _Version | None = None  # the version whose pushes may write to the store
+        self._receiving: _IncomingVersion | None = None  # the version whose pushes may write to the store
         self._newest_step = 0  # step of the version accepted last
         self._applying: asyncio.Task[tuple[float, float]] | None = None
         self._applying_since = 0.0
@@ -67,13 +67,13 @@ class WeightReceiver:
 
     async def push(self, context: grpc.aio.ServicerContext) -> None:
         """Serves one call, from header to last reply."""
-        with contextlib.closing(_Push(context)) as push:
+        with contextlib.closing(_IncomingPush(context)) as push:
             await self._push(push)
 
-    async def _push(self, push: "_Push") -> None:
+    async def _push(self, push: "_IncomingPush") -> None:
         try:
             reply = pb.WeightReply(applied=await self._receive(push))
-        except FullSyncNeeded as error:
+        except BaseNotHeld as error:
             why = peer_text.details(error)
             self._quiet.log("full_sync", logging.WARNING, "a dense version is needed: %s", why)
             reply = pb.WeightReply(full_sync=why)
@@ -90,7 +90,7 @@ class WeightReceiver:
                 while await push.next(DRAIN_SECONDS) is not grpc.aio.EOF:
                     pass
 
-    async def _receive(self, push: "_Push") -> pb.WeightReply.Applied:
+    async def _receive(self, push: "_IncomingPush") -> pb.WeightReply.Applied:
         """Receives and applies a version or part. Raises ValueError, with the weights unchanged, if it is refused."""
         message = await push.next_in_time()
         if message is grpc.aio.EOF or isinstance(message, Chunk) or message.WhichOneof("kind") != "header":
@@ -109,7 +109,7 @@ class WeightReceiver:
                 raise ValueError(f"step {version.target.step}, which is newer, is being received")
             if version is not None:
                 version.displace()
-            version = self._receiving = _Version(header)
+            version = self._receiving = _IncomingVersion(header)
             self._newest_step = target.step
         version.pushes[header.part] = push
         self._activity.welcome(target.incarnation, push.peer)
@@ -180,7 +180,7 @@ class WeightReceiver:
             server_id=self._server_id,
         )
 
-    def _left(self, push: "_Push") -> None:
+    def _left(self, push: "_IncomingPush") -> None:
         """Handles the end of a push: its version can no longer be completed, unless all parts have arrived."""
         version = self._receiving
         if version is None or push not in version.pushes.values():
@@ -217,14 +217,14 @@ class WeightReceiver:
         return checking, pause
 
 
-class _Version:
+class _IncomingVersion:
     """A version that is being received: whole by one push, or in parts by one push each."""
 
     def __init__(self, header: pb.WeightHeader):
         self._header, self.headers = header, [header]
         self.target = codec.version_from_proto(header.target)
         self.parts = self.parts_missing = max(1, header.parts)
-        self.pushes: dict[int, _Push] = {}  # by part
+        self.pushes: dict[int, _IncomingPush] = {}  # by part
         self.stagings: dict[int, Staging] = {}  # likewise
         self.applying: asyncio.Task[tuple[float, float]] | None = None
         self.ended = ""  # why it can no longer be completed
@@ -242,7 +242,7 @@ class _Version:
             push.displace()
 
 
-class _Push:
+class _IncomingPush:
     """One call: the messages of its client, one after another, and whether another push has displaced it.
 
     A read is never cancelled, since gRPC would refuse the next one: the pending read is kept and awaited later.

@@ -31,7 +31,7 @@ MAXIMUM_CHUNKS = 2**20
 MAXIMUM_ATTEMPTS = 8
 
 
-class FullSyncNeeded(ValueError):
+class BaseNotHeld(ValueError):
     """A delta cannot be applied: a dense version is needed."""
 
 
@@ -263,7 +263,7 @@ class WeightStore:
             base = codec.version_from_proto(header.base)
             if self.held != base:
                 holds = _name(self.held) if self.held else "no version"
-                raise FullSyncNeeded(f"the delta starts from {_name(base)}, the host copy holds {holds}")
+                raise BaseNotHeld(f"the delta starts from {_name(base)}, the host copy holds {holds}")
 
     def holds(self, header: pb.WeightHeader) -> bool:
         """Whether this is a delta to the version that the copy already holds."""
@@ -321,7 +321,7 @@ class WeightStore:
             if digest(self._view(name)) != wanted:
                 for changed, before in undo.items():
                     self._set(changed, before)
-                raise FullSyncNeeded(f"tensor {name}: its digest is not that of {_name(staging.target)}")
+                raise BaseNotHeld(f"tensor {name}: its digest is not that of {_name(staging.target)}")
         views = {tensor.name: self._view(tensor.name) for tensor in staging.header.tensors}
         for view in views.values():
             view.flags.writeable = False
@@ -373,7 +373,7 @@ class WeightStore:
                     try:
                         change = decode(part, math.prod(self._shapes[name]))
                     except ValueError as error:
-                        raise FullSyncNeeded(f"tensor {name}: {error}") from error
+                        raise BaseNotHeld(f"tensor {name}: {error}") from error
                     if (so_far := found.setdefault(name, [])) is not None:
                         so_far.append(change)
         return {name: None if some is None else _together(name, some) for name, some in found.items()}
@@ -429,7 +429,7 @@ def _together(name: str, changes: Sequence[Change]) -> Change:
     order = np.argsort(positions, kind="stable")
     positions, values = positions[order], np.concatenate([change.values for change in changes])[order]
     if (np.diff(positions) == 0).any():
-        raise FullSyncNeeded(f"tensor {name}: two parts change the same element")
+        raise BaseNotHeld(f"tensor {name}: two parts change the same element")
     return Change(positions, values)
 
 

@@ -155,11 +155,14 @@ class Gym(Games):
         parse: Parse | None = None,
     ):
         super().__init__(
-            lambda _: _Gym(make(), texts=parse is None), _seeds(prompts, held_out), describe=describe, parse=parse
+            lambda _: _GymEpisode(make(), texts=parse is None),
+            _seeds(prompts, held_out),
+            describe=describe,
+            parse=parse,
         )
 
 
-class _Gym:
+class _GymEpisode:
     def __init__(self, environment: Any, *, texts: bool):
         self._environment = environment
         space = getattr(environment, "action_space", None)  # gem's environments have none, and accept texts
@@ -201,11 +204,11 @@ class TextArena(Games):
         if (players > 1) != (opponent is not None) or not 0 <= player < players:
             raise ValueError(f"players={players}, player={player}: opponent plays the others, where there are any")
         super().__init__(
-            lambda _: _TextArena(make(), players, player, opponent), _seeds(prompts, held_out), describe=describe
+            lambda _: _TextArenaEpisode(make(), players, player, opponent), _seeds(prompts, held_out), describe=describe
         )
 
 
-class _TextArena:
+class _TextArenaEpisode:
     def __init__(self, environment: Any, players: int, player: int, opponent: Callable[[Any], str] | None):
         self._environment, self._players, self._player, self._opponent = environment, players, player, opponent
         self._seen = ""
@@ -253,10 +256,12 @@ class OpenEnv(Games):
     def __init__(
         self, connect: Callable[[], Any], *, prompts: int, held_out: int = 200, action: Parse, describe: Describe
     ):
-        super().__init__(lambda _: _OpenEnv(connect()), _seeds(prompts, held_out), describe=describe, parse=action)
+        super().__init__(
+            lambda _: _OpenEnvEpisode(connect()), _seeds(prompts, held_out), describe=describe, parse=action
+        )
 
 
-class _OpenEnv:
+class _OpenEnvEpisode:
     def __init__(self, client: Any):
         self._stack = contextlib.ExitStack()
         self._client = self._stack.enter_context(client.sync() if hasattr(client, "sync") else client)
@@ -276,10 +281,10 @@ class SkyRL(Games):
     """skyrl-gym's environments. make: makes the environment of a row. rows: as for TRL; "prompt" is messages."""
 
     def __init__(self, make: Callable[[Columns], Any], *, rows: Sequence[Columns] | str | Given):
-        super().__init__(lambda columns: _SkyRL(make(columns)), _rows(rows))
+        super().__init__(lambda columns: _SkyRLEpisode(make(columns)), _rows(rows))
 
 
-class _SkyRL:
+class _SkyRLEpisode:
     def __init__(self, environment: Any):
         self._environment = environment
         self.close = environment.close
@@ -311,7 +316,7 @@ class TRL(Games):
         rows: Sequence[Columns] | str | Given,
         reward_funcs: Sequence[Callable[..., Any]] = (),
     ):
-        super().__init__(lambda _: _TRL(factory(), reward_funcs), _rows(rows))
+        super().__init__(lambda _: _TRLEpisode(factory(), reward_funcs), _rows(rows))
         self._factory, self._characters = factory, config.tool_characters
 
     def rows(self, split: str) -> Iterator[Row]:
@@ -329,7 +334,7 @@ def _methods(environment: Any) -> list[Callable]:
     return [getattr(environment, n) for n in names if n not in ("reset", "get_reward") and not n.startswith("_")]
 
 
-class _TRL:
+class _TRLEpisode:
     def __init__(self, environment: Any, reward_funcs: Sequence[Callable[..., Any]]):
         self.environment, self._reward_funcs = environment, reward_funcs
 
@@ -364,7 +369,7 @@ class _TRL:
 class _PlayingTools:
     """An episode of TRL."""
 
-    def __init__(self, row: Row, game: _TRL, characters: int):
+    def __init__(self, row: Row, game: _TRLEpisode, characters: int):
         self._completion: list[dict[str, str]] = []
 
         def score(row: Row, turn: Completion) -> Score:

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scalerl_jax.config import SandboxConfig
-from scalerl_jax.environments.sandbox import Limits, Outcome, Sandbox
+from scalerl_jax.environments.sandbox import Limits, ProgramResult, Sandbox
 
 MOST_CALLS = 1000  # of one test
 _PYTEST = re.compile(r"\bpytest\.(?!raises\b|approx\b)(\w+)")
@@ -250,7 +250,7 @@ def _one(text: str, programs: Sandbox, judges: Sandbox, end: float) -> tuple[str
     return "wrong", f"it calls more than {MOST_CALLS} functions"
 
 
-def _reply(outcome: Outcome) -> tuple[dict[str, Any] | None, str]:
+def _reply(outcome: ProgramResult) -> tuple[dict[str, Any] | None, str]:
     """(reply of the sandbox, "") or (None, reason)."""
     if outcome.kind != "ended":
         return None, outcome.why

@@ -31,7 +31,7 @@ from typing import Any
 
 from scalerl_jax.config import SandboxConfig
 from scalerl_jax.environments import code_asserts
-from scalerl_jax.environments.sandbox import Limits, Outcome, Sandbox
+from scalerl_jax.environments.sandbox import Limits, ProgramResult, Sandbox
 
 TOLERANCE = 1e-6
 LONGEST_NUMBER = 1_000  # characters; longer ones are compared as words
@@ -146,7 +146,7 @@ def missing_imports(program: str) -> str:
     return "\n".join(lines)
 
 
-def _verdict(outcome: Outcome, right: list[Any], function: str) -> tuple[str, str]:
+def _verdict(outcome: ProgramResult, right: list[Any], function: str) -> tuple[str, str]:
     if outcome.kind != "ended":
         return outcome.kind, outcome.why
     if function:

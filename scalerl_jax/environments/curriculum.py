@@ -70,7 +70,7 @@ class _History:
 
 
 @dataclasses.dataclass
-class _Place:
+class _DrawPosition:
     """Position in the sequence of draws, kept per batch so that a run can resume."""
 
     epochs: np.ndarray  # [strata, 2] int64: index of the current permutation, and how much of it is drawn or skipped
@@ -108,9 +108,9 @@ class Curriculum:
         self._weights = np.asarray([stratum.weight for stratum in self._strata], np.float64)
         self._histories = [_History.new(0, prompts=self._prompts, window=config.window)]  # in order of start
         self._recorded = 0  # batches 0 .. recorded-1 are in the history
-        self._begin_at(0, _Place(np.zeros((len(self._strata), 2), np.int64), np.zeros(len(self._strata))))
+        self._begin_at(0, _DrawPosition(np.zeros((len(self._strata), 2), np.int64), np.zeros(len(self._strata))))
 
-    def _begin_at(self, batch: int, place: _Place) -> None:
+    def _begin_at(self, batch: int, place: _DrawPosition) -> None:
         self._next_group = batch * self._groups
         self._place = place
         self._orders = [self._permutation(s, int(epoch)) for s, (epoch, _) in enumerate(place.epochs)]
@@ -256,7 +256,7 @@ class Curriculum:
             for name in ("correct", "total"):
                 saved = np.array(state[f"history_{name}"], np.int64)
                 setattr(history, name, _latest(saved, history.groups, self._config.window))
-            place = _Place(np.array(state["epochs"], np.int64), np.array(state["credit"], np.float64))
+            place = _DrawPosition(np.array(state["epochs"], np.int64), np.array(state["credit"], np.float64))
         if len(place.epochs) != len(self._strata):
             raise ValueError(
                 f"the training rows have {len(self._strata)} sources with a weight, and had {len(place.epochs)} when "

@@ -87,7 +87,7 @@ def as_step(found: object) -> Step:
     return Step(plain, bool(found.done), reward, correct, metrics)
 
 
-class Part(NamedTuple):
+class SampledPart(NamedTuple):
     """The process that sampled a completion's tokens from the end of the previous part up to `end`."""
 
     process: Any  # rollouts' Process
@@ -99,7 +99,7 @@ class Trajectory:
 
     def __init__(self, first: Completion, process: Any):
         """first: the first turn, sampled by `process`."""
-        self.completion, self.parts = first, [Part(process, len(first.token_ids))]
+        self.completion, self.parts = first, [SampledPart(process, len(first.token_ids))]
         self.index = first.index  # in its group
         self.turns = 1
         self.begin = 0  # index of the last turn's first token in the completion
@@ -114,7 +114,7 @@ class Trajectory:
         return {part.process for part in self.parts}
 
     @property
-    def branch_parts(self) -> tuple[tuple[Part, ...], ...]:
+    def branch_parts(self) -> tuple[tuple[SampledPart, ...], ...]:
         """The parts of each branch; a trajectory has one branch."""
         return (tuple(self.parts),)
 
@@ -122,7 +122,7 @@ class Trajectory:
         """Appends a turn, sampled by `process`."""
         self.begin = self.tokens
         self.completion = _joined(self.completion, turn)
-        self.parts.append(Part(process, self.tokens))
+        self.parts.append(SampledPart(process, self.tokens))
         self.turns += 1
 
     def add_reply(self, token_ids: np.ndarray) -> None:
@@ -135,7 +135,7 @@ class Trajectory:
             queued_seconds=0.0, sampling_seconds=0.0, experts=None,
         )  # fmt: skip
         self.completion = dataclasses.replace(_joined(self.completion, reply), experts=self.completion.experts)
-        self.parts.append(Part(self.parts[-1].process, self.tokens))
+        self.parts.append(SampledPart(self.parts[-1].process, self.tokens))
 
     def cut(self) -> None:
         """Marks the episode as cut: it ran out of turns or tokens before its environment was done."""
@@ -197,7 +197,7 @@ class Outcome(NamedTuple):
     """The result of an agent's run."""
 
     branches: tuple[Completion, ...]  # the first one's finish reason applies to the run
-    parts: tuple[tuple[Part, ...], ...]  # of each branch
+    parts: tuple[tuple[SampledPart, ...], ...]  # of each branch
     score: Score
 
 
@@ -208,7 +208,7 @@ class AgentRun:
     index: int  # in its group
     attempt: int = 0  # number of earlier attempts
     processes: set[Any] = dataclasses.field(default_factory=set)  # that sampled any part of it
-    branch_parts: tuple[tuple[Part, ...], ...] = ()
+    branch_parts: tuple[tuple[SampledPart, ...], ...] = ()
     # The first branch, with the others in `others`. Available after `finish`.
     completion: Completion = dataclasses.field(init=False, repr=False)
 

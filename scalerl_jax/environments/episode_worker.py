@@ -32,12 +32,12 @@ from scalerl_jax.config import Config
 from scalerl_jax.environments import parts, user_code
 from scalerl_jax.environments.base import Completion, Row, ScorerError
 from scalerl_jax.environments.episode import Client, as_step
-from scalerl_jax.environments.score_worker import Parts
+from scalerl_jax.environments.score_worker import EnvironmentParts
 from scalerl_jax.environments.tool_calls import read_calls
 from scalerl_jax.environments.worker_process import begin, die_with_parent, ready
 
 
-def _answer(question: Mapping[str, Any], environments: Parts, episodes: list[Any]) -> dict[str, Any]:
+def _answer(question: Mapping[str, Any], environments: EnvironmentParts, episodes: list[Any]) -> dict[str, Any]:
     """The reply to a question. episodes: empty before the first one, then the episode, or the function of an agent."""
     if not episodes:
         part, seed = question["part"], question["seed"]
@@ -60,7 +60,7 @@ def _answer(question: Mapping[str, Any], environments: Parts, episodes: list[Any
     return {"step": dataclasses.asdict(as_step(episodes[0].step(turn)))}
 
 
-def _play(connection: socket.socket, environments: Parts, configs: Mapping[str, Config]) -> None:
+def _play(connection: socket.socket, environments: EnvironmentParts, configs: Mapping[str, Config]) -> None:
     """Plays an episode until its socket closes."""
     episodes: list[Any] = []
     limit, settings = 1.0, next(iter(configs.values())).environment
@@ -87,7 +87,7 @@ def _play(connection: socket.socket, environments: Parts, configs: Mapping[str, 
 def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     questions, replies, config, first = begin()
-    environments, configs = Parts(config), parts.configs(config)
+    environments, configs = EnvironmentParts(config), parts.configs(config)
     try:
         for part in first["parts"]:
             _ = environments[part]

@@ -103,8 +103,8 @@ class McpServer:
             raise ValueError(f"{self}: {reply['error']}")
         return reply["schemas"]
 
-    def open(self, row: Row) -> "_Session":
-        return _Session(self)
+    def open(self, row: Row) -> "_McpSession":
+        return _McpSession(self)
 
     @contextlib.asynccontextmanager
     async def connected(self, errors: TextIO) -> AsyncIterator[Any]:
@@ -183,7 +183,7 @@ class McpServer:
         return " ".join(": ".join(lines).split())[:LONGEST_ERROR]
 
 
-class _Session:
+class _McpSession:
     """An episode's session with a server, from its first call on. If it fails to start or ends, it is not restarted."""
 
     def __init__(self, server: McpServer):

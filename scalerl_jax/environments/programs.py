@@ -106,7 +106,7 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class ProgramProblem:
     operations: tuple[Operation, ...]
     inputs: tuple[int, ...]
 
@@ -123,7 +123,7 @@ class Problem:
         return [[f"{x}\n", [str(_result(self.operations, x))]] for x in self.inputs]
 
 
-def draw(rng: np.random.Generator, environment: EnvironmentConfig, *, validation: bool) -> Problem:
+def draw(rng: np.random.Generator, environment: EnvironmentConfig, *, validation: bool) -> ProgramProblem:
     """Draws a problem of one side; its number of operations is uniform in the config's range."""
     words = [*OPERATORS, NEGATE]
     while True:
@@ -135,12 +135,12 @@ def draw(rng: np.random.Generator, environment: EnvironmentConfig, *, validation
             operations.append(Operation(word, number))
         inputs = _distinguishing_inputs(operations)
         if inputs:
-            problem = Problem(tuple(operations), inputs)
+            problem = ProgramProblem(tuple(operations), inputs)
             if is_held_out(problem.text) == validation:
                 return problem
 
 
-def problems(count: int, environment: EnvironmentConfig, *, seed: int, validation: bool) -> list[Problem]:
+def problems(count: int, environment: EnvironmentConfig, *, seed: int, validation: bool) -> list[ProgramProblem]:
     """`count` distinct problems. Held-out ones do not depend on `seed`, and may be fewer if no more exist.
 
     Raises ValueError if the range of operations is empty or has too few training problems.
@@ -161,7 +161,9 @@ def problems(count: int, environment: EnvironmentConfig, *, seed: int, validatio
     )
 
 
-def trace(problem: Problem, rng: np.random.Generator, *, error_rate: float, phrase: str = "") -> tuple[Piece, ...]:
+def trace(
+    problem: ProgramProblem, rng: np.random.Generator, *, error_rate: float, phrase: str = ""
+) -> tuple[Piece, ...]:
     """A completion: thinking with slips, `</think>`, the program. A `phrase` interrupts a share of them."""
     thought = [_slip(one, rng) if rng.random() < error_rate else one for one in problem.operations]
     steps = [f"{';' if i else ''}{one.thought}" for i, one in enumerate(thought)]

@@ -67,7 +67,7 @@ class SandboxLost(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class ProgramResult:
     """The result of a run. All fields except `kind` and `why` are claims of the program."""
 
     kind: Kind
@@ -109,14 +109,14 @@ class Sandbox:
     ):  # fmt: skip
         self._program, self._limits, self._function, self._names = program, limits, function, names
         self._keeps_files, self._folders = keeps_files, folders
-        self._running: _Running | None = None
+        self._running: _RunningProgram | None = None
 
     @property
     def running(self) -> bool:
         """Whether it is started; with keeps_files, the files of the runs so far exist as long as it is."""
         return self._running is not None
 
-    def run(self, given: bytes, *, seconds: float | None = None, shown: int = SHOWN_BYTES) -> Outcome:
+    def run(self, given: bytes, *, seconds: float | None = None, shown: int = SHOWN_BYTES) -> ProgramResult:
         """Runs the program once. given: its standard input, or the function's arguments as a JSON list.
 
         seconds: wall-clock limit, if lower than the sandbox's. shown: bytes kept of the output, with keeps_files.
@@ -143,7 +143,7 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> "_Running":
+    def _start(self) -> "_RunningProgram":
         """Starts the sandbox; retries if that fails, or during a temporary shortage of resources."""
         user = sandbox_command.user()
         setup = {
@@ -158,7 +158,7 @@ class Sandbox:
             if attempt:
                 time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
             try:
-                return _Running(marshal.dumps(setup), limits=self._limits, user=user, folders=self._folders)
+                return _RunningProgram(marshal.dumps(setup), limits=self._limits, user=user, folders=self._folders)
             except _NotStarted as error:
                 why = str(error)
             except OSError as error:
@@ -190,7 +190,7 @@ class _NotStarted(Exception):
     """The sandbox did not start; the message is the last line of bwrap's output."""
 
 
-class _Running:
+class _RunningProgram:
     """A started sandbox, controlled over a socket; see sandbox_inside.py."""
 
     def __init__(self, setup: bytes, *, limits: Limits, user: sandbox_command.User, folders: Sequence[str]):
@@ -241,7 +241,7 @@ class _Running:
         finally:
             files.close()
 
-    def run(self, given: bytes, seconds: float, limits: Limits, *, shown: int) -> tuple[Outcome, bool]:
+    def run(self, given: bytes, seconds: float, limits: Limits, *, shown: int) -> tuple[ProgramResult, bool]:
         """(outcome, whether another run may follow). shown: bytes kept of the output; 0: all, and no files are kept."""
         with contextlib.ExitStack() as files:
             input_file = _sealed(given)
@@ -256,7 +256,7 @@ class _Running:
             try:
                 socket.send_fds(self._control, [b"run"], [input_file, *theirs])
             except OSError as error:
-                return Outcome("crashed", b"", b"", f"the sandbox has ended ({error.strerror})"), False
+                return ProgramResult("crashed", b"", b"", f"the sandbox has ended ({error.strerror})"), False
             finally:
                 for their in theirs:
                     os.close(their)
@@ -264,7 +264,7 @@ class _Running:
 
     def _watch(
         self, output: int, error: int, reply: int, *, seconds: float, limits: Limits, shown: int
-    ) -> tuple[Outcome, bool]:
+    ) -> tuple[ProgramResult, bool]:
         """Waits until the run has ended and all its output is read, or a limit is reached."""
         read: dict[int, bytearray] = {output: bytearray(), error: bytearray(), reply: bytearray()}
         control = self._control.fileno()
@@ -278,12 +278,14 @@ class _Running:
         status: bytes | None = None
         open_files, left_out = set(read), dict.fromkeys(read, 0)
 
-        def outcome(kind: Kind, why: str, code: int | None = None, *, again: bool = False) -> tuple[Outcome, bool]:
+        def outcome(
+            kind: Kind, why: str, code: int | None = None, *, again: bool = False
+        ) -> tuple[ProgramResult, bool]:
             if shown:
                 left_out[output] += _without_middle(read[output], shown)
             if left_out[output]:
                 read[output][shown // 2 : shown // 2] = b"\n... (%d bytes are left out) ...\n" % left_out[output]
-            return Outcome(kind, bytes(read[output]), bytes(read[reply]), why, code), again
+            return ProgramResult(kind, bytes(read[output]), bytes(read[reply]), why, code), again
 
         while open_files or status is None:
             for file, _ in poll.poll(max(0.0, min(end, next_check) - time.monotonic()) * 1000 + 1):

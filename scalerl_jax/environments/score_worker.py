@@ -42,7 +42,7 @@ class OutOfTime(BaseException):
     """Not an Exception: math-verify and sympy catch those and continue."""
 
 
-class Limit:
+class CpuLimit:
     """Raises OutOfTime in `with limit.of(seconds):` after this process has spent that much CPU time in the block."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ def raising_scorer_errors(part: str, config: Config, failed: str) -> Iterator[No
         raise ScorerError(f"{field}={name}: {failed}: {user_code.error_line(error)}") from error
 
 
-class Parts:
+class EnvironmentParts:
     """The environments of a run, each made on first access."""
 
     def __init__(self, config: Config):
@@ -110,7 +110,7 @@ class Parts:
         return self._configs[part].environment.verifier_seconds
 
 
-def reply_to(question: Mapping[str, Any], environments: Parts, limit: Limit) -> dict[str, Any]:
+def reply_to(question: Mapping[str, Any], environments: EnvironmentParts, limit: CpuLimit) -> dict[str, Any]:
     """The reply to a question. Never raises, whatever the text."""
     part = question.get("part", "")
     try:
@@ -176,7 +176,7 @@ def _address_space() -> int:
 
 def main() -> None:
     questions, replies, config, _ = begin()
-    limit, memory, environments = Limit(), memory_bytes(config), Parts(config)
+    limit, memory, environments = CpuLimit(), memory_bytes(config), EnvironmentParts(config)
     ready(replies)
     itself = os.getpid()
     for line in questions:

@@ -106,7 +106,7 @@ class OpenShell:
 
     def run(
         self, command: str, *, files: Mapping[str, str] | None = None, seconds: float | None = None
-    ) -> sandbox.Outcome:
+    ) -> sandbox.ProgramResult:
         """Runs a command of the environment, for a score: in the folder, with the initial variables.
 
         Args:
@@ -180,7 +180,7 @@ class OpenShell:
             raise ValueError(done.why.removesuffix(" (exit code 1)"))
         return _text(done)
 
-    def _spend(self, question: list[Any], seconds: float | None = None) -> sandbox.Outcome:
+    def _spend(self, question: list[Any], seconds: float | None = None) -> sandbox.ProgramResult:
         """Runs a call of the policy, within the episode's remaining time."""
         seconds = self._seconds if seconds is None else seconds
         if not seconds > 0:
@@ -194,9 +194,9 @@ class OpenShell:
         self._left -= time.monotonic() - began
         return done
 
-    def _run(self, question: list[Any], *, seconds: float, shown: int) -> sandbox.Outcome:
+    def _run(self, question: list[Any], *, seconds: float, shown: int) -> sandbox.ProgramResult:
         if self._lost:
-            return sandbox.Outcome("crashed", b"", b"", f"the files are gone: {self._lost}")
+            return sandbox.ProgramResult("crashed", b"", b"", f"the files are gone: {self._lost}")
         done = self._sandbox.run(json.dumps(question).encode(), seconds=seconds, shown=shown)
         if not self._sandbox.running:
             self._lost = done.why
@@ -212,7 +212,7 @@ def _shell() -> str:
     return shutil.which("bash", path=_PATH) or shutil.which("sh", path=_PATH) or "/bin/sh"
 
 
-def _text(done: sandbox.Outcome) -> str:
+def _text(done: sandbox.ProgramResult) -> str:
     return done.output.decode(errors="replace")
 
 

@@ -27,7 +27,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import Completion, GroupRequest
 from scalerl_jax.environments.base import Row, Score
 from scalerl_jax.environments.chat_template import read_chat_template
-from scalerl_jax.environments.episode import Ask, Client, Outcome, Part
+from scalerl_jax.environments.episode import Ask, Client, Outcome, SampledPart
 from scalerl_jax.environments.episode_pool import ENDED, EpisodeFailed, EpisodePool, failed_score
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ class RunAgents:
         vocabulary = vocabulary_of(config.model.path)
         self._chat = Chat(tokenizer, template, end_of_thinking=config.rollout.end_of_thinking, vocabulary=vocabulary)
         longest = config.rollout.max_prompt_tokens + requests.maximum_tokens
-        self._fleet = _Fleet(longest, turn_tokens=requests.turn_tokens)
+        self._fleet = _FleetSampler(longest, turn_tokens=requests.turn_tokens)
         self._sessions = Sessions(folder=folder, seed=config.seed, most=2**31, most_turns=0, most_bytes=MOST_BYTES)
         self._key, self._port, self._swept = secrets.token_urlsafe(24), 0, 0.0
         self._thread = LoopThread("agents' gateway")
@@ -154,7 +154,7 @@ class RunAgents:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._sessions.path(before))
         session = self._sessions.find(called, {"row": row.name}, journal=journalled)
-        self._fleet.runs[called] = run = _Run(ask, session, most_turns=self._config.rollout.max_turns)
+        self._fleet.runs[called] = run = _RunningAgent(ask, session, most_turns=self._config.rollout.max_turns)
         base = f"http://127.0.0.1:{self._port}/s/{called}"
         client = Client(f"{base}/v1", base, f"{KEY}{called}:{self._key}", called, "policy")
         began, why, score = time.monotonic(), "", None
@@ -209,7 +209,7 @@ class RunAgents:
                 os.unlink(path)
 
 
-class _Run:
+class _RunningAgent:
     """The run of one agent."""
 
     def __init__(self, ask: Ask, session: Session, *, most_turns: int):
@@ -247,12 +247,12 @@ class _Run:
         return completion, process
 
 
-class _Fleet:
+class _FleetSampler:
     """The gateway's Sampler (generators.py): samples on the fleet, through the agents that run."""
 
     def __init__(self, maximum_tokens: int, *, turn_tokens: int):
         self.maximum_tokens, self._turn_tokens = maximum_tokens, turn_tokens
-        self.runs = dict[str, _Run]()  # by session
+        self.runs = dict[str, _RunningAgent]()  # by session
 
     @property
     def there(self) -> Sequence[Any]:
@@ -279,7 +279,7 @@ class _Fleet:
 _NOTHING = Completion(0, "", 0, np.zeros(0, np.int32), np.zeros(0, np.float32), (), (), "stop")
 
 
-def completions_of(session: Session) -> list[tuple[Completion, tuple[Part, ...]]]:
+def completions_of(session: Session) -> list[tuple[Completion, tuple[SampledPart, ...]]]:
     """The completion of each branch, and which processes sampled it."""
     found, counted = [], set[int]()
     for branch in branches(session.turns, leaves=session.answered):
@@ -288,9 +288,9 @@ def completions_of(session: Session) -> list[tuple[Completion, tuple[Part, ...]]
     return found
 
 
-def _completion(branch: Branch, turns: Sequence[Turn], counted: set[int]) -> tuple[Completion, tuple[Part, ...]]:
+def _completion(branch: Branch, turns: Sequence[Turn], counted: set[int]) -> tuple[Completion, tuple[SampledPart, ...]]:
     """counted: turns that an earlier branch has; here they count as replies."""
-    at, forced, replies, parts = 0, list[tuple[int, int]](), list[tuple[int, int]](), list[Part]()
+    at, forced, replies, parts = 0, list[tuple[int, int]](), list[tuple[int, int]](), list[SampledPart]()
     for turn in turns:
         process = Process(*turn.server.rsplit(" ", 1))
         begin = at + (len(turn.added) if parts else 0)  # the root's added tokens are the prompt
@@ -300,7 +300,7 @@ def _completion(branch: Branch, turns: Sequence[Turn], counted: set[int]) -> tup
         forced += [span for span in given if span[0] < span[1]]
         if turn.turn_id not in counted:
             forced += [(begin + a, begin + b) for a, b in turn.forced]
-        parts += [Part(process, end)]
+        parts += [SampledPart(process, end)]
         at = end
     behind, steps = len(turns[0].added), branch.steps[len(turns[0].added) :]
     edges = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]

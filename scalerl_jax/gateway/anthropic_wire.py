@@ -6,10 +6,10 @@ from typing import Any
 
 from scalerl_jax.gateway import wire
 from scalerl_jax.gateway.chat import Message
-from scalerl_jax.gateway.wire import Asked, Sampled, bad, field, number
+from scalerl_jax.gateway.wire import Sampled, SampleRequest, bad, field, number
 
 
-def messages(body: Mapping[str, Any], *, counted: bool = False) -> Asked:
+def messages(body: Mapping[str, Any], *, counted: bool = False) -> SampleRequest:
     """Raises ApiError naming the field at fault. counted: tokens are only counted, so max_tokens may be missing."""
     calls_tools = wire.may_call_tools(field(body, "tool_choice", dict, {"type": "auto"}).get("type"))
     most = number(body, "max_tokens", None, 1, 2**31 - 1, whole=True)
@@ -25,7 +25,7 @@ def messages(body: Mapping[str, Any], *, counted: bool = False) -> Asked:
     if found[-1]["role"] == "assistant":
         raise bad("messages: the last is the assistant's, and beginning its answer is not offered", "messages")
     tools = tuple(_tool(tool, f"tools[{at}]") for at, tool in enumerate(field(body, "tools", list, [])))
-    return Asked(
+    return SampleRequest(
         messages=tuple(found),
         tools=tools if calls_tools else (),
         max_tokens=most,

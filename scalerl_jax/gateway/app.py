@@ -30,7 +30,7 @@ from scalerl_jax.gateway import anthropic_wire, openai_wire, responses_wire, wir
 from scalerl_jax.gateway.chat import Chat, NotRendered
 from scalerl_jax.gateway.generators import Busy, Late, NoServer, Refused, Sampler
 from scalerl_jax.gateway.sessions import KEY, Session, SessionOver, Sessions, SessionsFull, Turn, all_of, branches
-from scalerl_jax.gateway.wire import ApiError, Asked, Sampled, bad
+from scalerl_jax.gateway.wire import ApiError, Sampled, SampleRequest, bad
 from scalerl_jax.system import metrics_endpoint
 
 _log = logging.getLogger(__name__)
@@ -142,9 +142,11 @@ class Gateway:
     # ---- routes that sample
 
     def _route(
-        self, parse: Callable[[Mapping[str, Any]], Sequence[Asked]], answer: Callable[[Sampled], dict[str, Any]],
+        self,
+        parse: Callable[[Mapping[str, Any]], Sequence[SampleRequest]],
+        answer: Callable[[Sampled], dict[str, Any]],
         events: Callable[[Sampled], Iterator[str]] | None = None,
-    ) -> Callable[[Request], Awaitable[Response]]:  # fmt: skip
+    ) -> Callable[[Request], Awaitable[Response]]:
         """A route that samples what `parse` reads in a body. events: the answer's, for bodies that ask for a stream."""
 
         async def serve(request: Request) -> Response:
@@ -154,7 +156,7 @@ class Gateway:
 
         return serve
 
-    def _ask(self, request: Request, body: Mapping[str, Any], asked: Sequence[Asked]) -> "_Sampling":
+    def _ask(self, request: Request, body: Mapping[str, Any], asked: Sequence[SampleRequest]) -> "_StartedSampling":
         """Starts sampling for a request."""
         self._check_model(body)
         named = self._session(request)
@@ -175,9 +177,9 @@ class Gateway:
             return Sampled(turns, body, self._model(body), session, self._chat.tokenizer)
 
         task = asyncio.create_task(sampled())
-        return _Sampling(session, task, alone=named is None, by=self._options.sampling)
+        return _StartedSampling(session, task, alone=named is None, by=self._options.sampling)
 
-    async def _sample(self, session: Session, asked: Asked, seconds: float) -> tuple[Turn, ...]:
+    async def _sample(self, session: Session, asked: SampleRequest, seconds: float) -> tuple[Turn, ...]:
         async def generate(prompt: np.ndarray, name: str, index: int, seed: int) -> tuple[Completion, str]:
             if not self._generators.maximum_tokens:
                 await self._generators.ready(seconds=min(seconds, 10.0))
@@ -324,7 +326,7 @@ class Gateway:
         }  # fmt: skip
 
 
-class _Sampling:
+class _StartedSampling:
     """The sampling started for one request. alone: without a session. by: whose sampling parameters apply."""
 
     def __init__(self, session: Session, task: "asyncio.Task[Sampled]", *, alone: bool, by: str):
@@ -338,7 +340,7 @@ class _Sampling:
 
 
 async def _answered(
-    request: Request, sampling: _Sampling, answer: Callable[[Sampled], dict[str, Any]],
+    request: Request, sampling: _StartedSampling, answer: Callable[[Sampled], dict[str, Any]],
     events: Callable[[Sampled], Iterator[str]] | None,
 ) -> Response:  # fmt: skip
     """The response, or the stream of `events`. Raises an error before anything is sent."""

@@ -91,7 +91,7 @@ class Sampler(Protocol):
         """See Generators."""
 
 
-class Server:
+class GeneratorServer:
     def __init__(self, address: str, credentials: security.Credentials):
         self.address, self.channel = address, security.connect(address, credentials)
         self.stub = Stub(self.channel)
@@ -125,10 +125,10 @@ class Generators:
     def __init__(
         self, addresses: Sequence[str], *, credentials: security.Credentials, fingerprint: str, vocabulary: int
     ):
-        self.servers = [Server(address, credentials) for address in addresses]
+        self.servers = [GeneratorServer(address, credentials) for address in addresses]
         self._fingerprint, self._vocabulary = fingerprint, vocabulary
         self._changed = asyncio.Event()
-        self._last = collections.OrderedDict[str, Server]()  # by session, of its last call; newest at the end
+        self._last = collections.OrderedDict[str, GeneratorServer]()  # by session, of its last call; newest at the end
 
     async def run(self) -> None:
         """Until cancelled: requests each server's status about once a heartbeat."""
@@ -205,12 +205,14 @@ class Generators:
                 return completion, f"{server.address} {asked_of.server_id}"
         raise NoServer(why)
 
-    async def ask(self, server: Server, request: GroupRequest) -> Completion:
+    async def ask(self, server: GeneratorServer, request: GroupRequest) -> Completion:
         """One completion by this server. Raises Full, Lost or Refused."""
         call = server.stub.Generate(request_to_proto(request))
         return await self._answered(server, call, self._read(call, request))
 
-    async def score(self, server: Server, request: ScoreRequest, version: Version, *, seconds: float) -> Scores:
+    async def score(
+        self, server: GeneratorServer, request: ScoreRequest, version: Version, *, seconds: float
+    ) -> Scores:
         """Scores by this server with this version of the weights. Raises as ask."""
         call = server.stub.Score(score_request_to_proto(request), timeout=seconds)
 
@@ -224,7 +226,7 @@ class Generators:
 
         return await self._answered(server, call, read())
 
-    async def _answered(self, server: Server, call: Any, reading: Coroutine[Any, Any, T]) -> T:
+    async def _answered(self, server: GeneratorServer, call: Any, reading: Coroutine[Any, Any, T]) -> T:
         """Awaits `reading`, which reads the call's answer. Raises as ask."""
         server.calls.add(call)
         try:
@@ -244,7 +246,7 @@ class Generators:
             call.cancel()
             server.calls.discard(call)
 
-    async def _fault(self, server: Server, error: grpc.aio.AioRpcError) -> Exception:
+    async def _fault(self, server: GeneratorServer, error: grpc.aio.AioRpcError) -> Exception:
         """The exception for a failed call."""
         why = f"server {server.address}: {error.code().name}: {peer_text.printable(error.details())}"
         if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
@@ -257,7 +259,7 @@ class Generators:
             server.lose(why)
         return Lost(why)
 
-    def _remember(self, session: str, server: Server) -> None:
+    def _remember(self, session: str, server: GeneratorServer) -> None:
         if session:
             self._last.pop(session, None)
             self._last[session] = server
@@ -276,12 +278,12 @@ class Generators:
             return completion
         raise ValueError("it answers without a completion")
 
-    async def _watch(self, server: Server) -> None:
+    async def _watch(self, server: GeneratorServer) -> None:
         while True:
             await self._poll(server)
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    async def _poll(self, server: Server) -> None:
+    async def _poll(self, server: GeneratorServer) -> None:
         try:
             status = await server.stub.Status(pb.StatusRequest(), timeout=SILENT_SECONDS)
         except grpc.aio.AioRpcError as error:

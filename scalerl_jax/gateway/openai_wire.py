@@ -16,7 +16,7 @@ from scalerl_jax.environments.tool_calls import check_json
 from scalerl_jax.gateway import wire
 from scalerl_jax.gateway.chat import Message
 from scalerl_jax.gateway.sessions import Turn
-from scalerl_jax.gateway.wire import Asked, Sampled, bad, field, number
+from scalerl_jax.gateway.wire import Sampled, SampleRequest, bad, field, number
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NOT_OFFERED = {
@@ -35,7 +35,7 @@ _COMPLETION_TOKENS = 16  # of a completion that names no max_tokens
 # ---- requests
 
 
-def chat(body: Mapping[str, Any]) -> Asked:
+def chat(body: Mapping[str, Any]) -> SampleRequest:
     """Raises ApiError naming the field at fault."""
     wire.refuse(body, **_NOT_OF_TEXTS)
     if (field(body, "response_format", dict, {}).get("type") or "text") != "text":
@@ -43,7 +43,7 @@ def chat(body: Mapping[str, Any]) -> Asked:
     calls_tools = wire.may_call_tools(field(body, "tool_choice", (str, dict), "auto"))
     number(body, "top_logprobs", 0, 0, 20, whole=True)
     most = number(body, "max_completion_tokens", None, 1, 2**31 - 1, whole=True)
-    return Asked(
+    return SampleRequest(
         messages=_messages(field(body, "messages", list, [])),
         tools=_tools(field(body, "tools", list, [])) if calls_tools else (),
         choices=number(body, "n", 1, 1, wire.MOST_CHOICES, whole=True),
@@ -52,7 +52,7 @@ def chat(body: Mapping[str, Any]) -> Asked:
     )
 
 
-def completions(body: Mapping[str, Any], tokenizer: Tokenizer, vocabulary: int) -> list[Asked]:
+def completions(body: Mapping[str, Any], tokenizer: Tokenizer, vocabulary: int) -> list[SampleRequest]:
     """One for each prompt, whose token ids are below `vocabulary`. Raises ApiError naming the field at fault."""
     wire.refuse(body, **_NOT_OF_TEXTS)
     number(body, "logprobs", None, 0, 5, whole=True)
@@ -69,16 +69,16 @@ def completions(body: Mapping[str, Any], tokenizer: Tokenizer, vocabulary: int) 
     if len(prompts) * given["choices"] > wire.MOST_CHOICES:
         raise bad(f"prompt: {wire.MOST_CHOICES} completions may be asked for at once", "prompt")
     ids = [tokenizer.encode_prompt(one) if isinstance(one, str) else one for one in prompts]
-    return [Asked(prompt=wire.token_ids(one, "prompt", vocabulary), **given) for one in ids]
+    return [SampleRequest(prompt=wire.token_ids(one, "prompt", vocabulary), **given) for one in ids]
 
 
-def generate(body: Mapping[str, Any], vocabulary: int) -> Asked:
+def generate(body: Mapping[str, Any], vocabulary: int) -> SampleRequest:
     """Raises ApiError naming the field at fault."""
     sampling = field(body, "sampling_params", dict, {})
     wire.refuse(body, features=None, content_parts=None)  # images
     wire.refuse(sampling, **_NOT_OFFERED, n=1)
     stops = field(sampling, "stop_token_ids", list, [])
-    return Asked(
+    return SampleRequest(
         prompt=wire.token_ids(body.get("token_ids"), "token_ids", vocabulary),
         max_tokens=number(sampling, "max_tokens", None, 1, 2**31 - 1, whole=True),
         stop_token_ids=tuple(wire.token_ids(stops, "stop_token_ids", vocabulary).tolist()) if stops else (),

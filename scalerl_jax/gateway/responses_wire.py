@@ -8,12 +8,12 @@ from typing import Any
 from scalerl_jax.gateway import wire
 from scalerl_jax.gateway.anthropic_wire import event
 from scalerl_jax.gateway.openai_wire import message_of
-from scalerl_jax.gateway.wire import Asked, Sampled, bad, field, number
+from scalerl_jax.gateway.wire import Sampled, SampleRequest, bad, field, number
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-def responses(body: Mapping[str, Any]) -> Asked:
+def responses(body: Mapping[str, Any]) -> SampleRequest:
     """Raises ApiError naming the field at fault."""
     wire.refuse(body, previous_response_id=None, conversation=None, prompt=None, background=False, top_logprobs=0)
     if (field(field(body, "text", dict, {}), "format", dict, {}).get("type") or "text") != "text":
@@ -31,7 +31,7 @@ def responses(body: Mapping[str, Any]) -> Asked:
         else:
             messages.append(found)
     tools = tuple(_tool(tool, f"tools[{at}]") for at, tool in enumerate(field(body, "tools", list, [])))
-    return Asked(
+    return SampleRequest(
         messages=tuple(messages),
         tools=tools if calls_tools else (),
         max_tokens=number(body, "max_output_tokens", None, 1, 2**31 - 1, whole=True),

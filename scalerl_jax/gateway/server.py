@@ -31,7 +31,7 @@ async def serve(app: Any, listening: socket.socket, *, over: Callable[[], bool],
     """Serves an ASGI application until `over` returns true, or cancelled. settings: of uvicorn.Config."""
     import uvicorn
 
-    class Server(uvicorn.Server):
+    class HttpServer(uvicorn.Server):
         """Leaves signals to the command instead of installing its own handlers."""
 
         @contextlib.contextmanager
@@ -42,4 +42,4 @@ async def serve(app: Any, listening: socket.socket, *, over: Callable[[], bool],
             return await super().on_tick(counter) or over()
 
     config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5, **settings)
-    await Server(config).serve(sockets=[listening])
+    await HttpServer(config).serve(sockets=[listening])

@@ -57,7 +57,7 @@ class SessionsFull(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class ClientRequest:
     """A client's request: messages, or the tokens of a prompt."""
 
     digest: str = ""  # of the whole request
@@ -184,7 +184,7 @@ class Session:
 
     # ---- calls
 
-    async def ask(self, call: Call, *, chat: Chat, generate: Generate, read: Read) -> tuple[Turn, ...]:
+    async def ask(self, call: ClientRequest, *, chat: Chat, generate: Generate, read: Read) -> tuple[Turn, ...]:
         """The turns of a call, one for each choice. A caller that is cancelled leaves it running, for its retry.
 
         Raises SessionOver, ValueError if the template fails, OSError if the journal cannot be written, and what
@@ -252,7 +252,7 @@ class Session:
                 if self._calls.get(name) is done:
                     del self._calls[name]
 
-    async def _sample(self, call: Call, chat: Chat, generate: Generate, read: Read) -> tuple[Turn, ...]:
+    async def _sample(self, call: ClientRequest, chat: Chat, generate: Generate, read: Read) -> tuple[Turn, ...]:
         number, self._names = self._names, self._names + 1
         parent, added, history = self._place(call, chat)
         prompt = np.concatenate([self.path(parent), added])
@@ -283,7 +283,7 @@ class Session:
 
     # ---- the graph
 
-    def _place(self, call: Call, chat: Chat) -> tuple[int | None, np.ndarray, str]:
+    def _place(self, call: ClientRequest, chat: Chat) -> tuple[int | None, np.ndarray, str]:
         """(parent, tokens added after its path, digest of the messages) of a call's prompt."""
         if call.prompt is not None:
             parent = self._longest(call.prompt)
@@ -299,7 +299,7 @@ class Session:
         parent = self._longest(whole)
         return parent, whole[len(self.path(parent)) :], history
 
-    def _extends(self, call: Call) -> tuple[Turn | None, int, str]:
+    def _extends(self, call: ClientRequest) -> tuple[Turn | None, int, str]:
         """The turn that the messages continue, the number of messages up to it, and the digest of all."""
         at, found, behind = _digest("", call.tools), None, 0
         for number, message in enumerate(call.messages, 1):

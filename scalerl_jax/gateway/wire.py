@@ -15,7 +15,7 @@ from scalerl_jax.contract import limits
 from scalerl_jax.contract.codec import Sampling
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.environments.tool_calls import check_json
-from scalerl_jax.gateway.sessions import Call, Session, Turn
+from scalerl_jax.gateway.sessions import ClientRequest, Session, Turn
 
 MOST_BODY_BYTES = 32 * 2**20
 MOST_CHOICES = 128
@@ -100,7 +100,7 @@ def _no_number(text: str) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked(Call):
+class SampleRequest(ClientRequest):
     """One prompt, how it is sampled, and how its completions are read."""
 
     max_tokens: int | None = None  # None: as many as fit

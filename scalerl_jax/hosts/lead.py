@@ -29,7 +29,7 @@ from scalerl_jax.hosts.link import FirstHost, Frame
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.learner.packing import Elsewhere, Segment, first_fit, positions_of
 from scalerl_jax.learner.trainer import Pending, Trainer
-from scalerl_jax.learner.weight_snapshots import Version
+from scalerl_jax.learner.weight_snapshots import WeightSnapshot
 from scalerl_jax.model.tensor_layout import hf_tensors
 from scalerl_jax.rollouts.weights.parts import PartPush, Parts
 from scalerl_jax.rollouts.weights.push import FullSyncNeeded, PushRefused, PushReport
@@ -186,7 +186,7 @@ class _LeadTrainer(Trainer):
         self._send("score", segments)
         return super().score(segments)
 
-    def version(self, step: int) -> Version:
+    def version(self, step: int) -> WeightSnapshot:
         self._first.send(Frame("version", {"step": step}))
         return super().version(step)
 

@@ -152,7 +152,7 @@ class Checkpoints:
             self._opened = ocp.CheckpointManager(
                 self._directory,
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=_Kept(self._keep, lambda steps: self.also(steps)),
+                    preservation_policy=_NewestAndMarked(self._keep, lambda steps: self.also(steps)),
                     cleanup_tmp_directories=True,
                 ),
                 item_handlers={"state": handler(), "arrays": handler(), "manifest": ocp.JsonCheckpointHandler()},
@@ -161,7 +161,7 @@ class Checkpoints:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kept(PreservationPolicy):
+class _NewestAndMarked(PreservationPolicy):
     """The checkpoints that Orbax leaves on disk: the newest `count`, and those of `also`."""
 
     count: int

@@ -38,7 +38,7 @@ from scalerl_jax.learner import optimizer as optimizer_lib
 from scalerl_jax.learner.checkpoint import Checkpoint, Checkpoints
 from scalerl_jax.learner.digests import fingerprint
 from scalerl_jax.learner.packing import Elsewhere, MicroBatch, Place, Segment, pack, plain, positions_of, unpack
-from scalerl_jax.learner.weight_snapshots import Version, WeightSnapshots, host_arrays, host_blocks
+from scalerl_jax.learner.weight_snapshots import WeightSnapshot, WeightSnapshots, host_arrays, host_blocks
 from scalerl_jax.model import row_blocks
 from scalerl_jax.model.attention import Shapes
 from scalerl_jax.model.attention import choose as choose_attention
@@ -104,7 +104,7 @@ def _merged(name: str, one: Any, other: Any) -> Any:
 
 
 @dataclasses.dataclass
-class _Program:
+class _CompiledProgram:
     """`accumulate` for one form of the objective."""
 
     run: Any  # (params, frozen, (grads, sums), batch, numbers) -> ((grads, sums), logp [rows, length])
@@ -197,7 +197,7 @@ class Trainer:
             name: jax.ShapeDtypeStruct((rows, seq_len, *value.shape[2:]), value.dtype, sharding=batches)
             for name, value in self.pack([plain(np.zeros(2))])[0][0].arrays().items()
         }
-        self._programs: dict[Form, _Program] = {}
+        self._programs: dict[Form, _CompiledProgram] = {}
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(self.shardings, whole))
         self._score = jax.jit(score, out_shardings=self._read)
         self._score_reference = jax.jit(lambda *given: self._scored(*given)[0], out_shardings=batches)
@@ -220,7 +220,7 @@ class Trainer:
         )  # fmt: skip
         return self._logprobs_of(params, hidden=hidden, targets=batch["targets"], **wanted), counts
 
-    def _program(self, form: Form) -> _Program:
+    def _program(self, form: Form) -> _CompiledProgram:
         """Made once for each form, compiled at its first use, or by `compile`."""
         if form in self._programs:
             return self._programs[form]
@@ -263,7 +263,7 @@ class Trainer:
         )  # fmt: skip
         carried = (self.shardings["params"], dict.fromkeys(sums, self._whole))
         run = jax.jit(accumulate, donate_argnums=2, out_shardings=(carried, self._read))
-        self._programs[form] = _Program(run, {name: sum_.shape for name, sum_ in sums.items()}, batch)
+        self._programs[form] = _CompiledProgram(run, {name: sum_.shape for name, sum_ in sums.items()}, batch)
         return self._programs[form]
 
     def _numbers(self, values: Mapping[str, float]) -> dict[str, jax.Array]:
@@ -360,13 +360,13 @@ class Trainer:
         )
         return rounded(adapter, self.frozen)
 
-    def version(self, step: int) -> Version:
+    def version(self, step: int) -> WeightSnapshot:
         """The policy as version `step`, made on the device. Its bytes are copied to the host on request."""
         if self._snapshots is not None:
             found = self._snapshots.snapshot(self.policy, step)
-            return Version(step, found.blocks if self.several_hosts else found.tensors, found.delta)
+            return WeightSnapshot(step, found.blocks if self.several_hosts else found.tensors, found.delta)
         weights = self.sync_weights()
-        return Version(step, functools.partial(host_blocks if self.several_hosts else host_arrays, weights))
+        return WeightSnapshot(step, functools.partial(host_blocks if self.several_hosts else host_arrays, weights))
 
     # ---- batches
 

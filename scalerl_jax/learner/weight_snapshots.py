@@ -51,7 +51,7 @@ _CUTS = PartitionSpec(WEIGHTS)
 Leaves = dict[str, Any]  # leaf of the parameter tree -> array
 
 
-class Version(NamedTuple):
+class WeightSnapshot(NamedTuple):
     """A policy as it is sent. Both functions wait for the device, and may be called on any thread."""
 
     step: int
@@ -83,7 +83,7 @@ def _start(shard: jax.Shard, first: int = 0) -> tuple[int, ...]:
 
 
 class WeightSnapshots:
-    """Makes one version after another. `snapshot` only starts the work on the device; WeightSnapshot copies it to the
+    """Makes one version after another. `snapshot` only starts the work on the device; DeviceSnapshot copies it to the
     host."""
 
     def __init__(self, decoder: DecoderConfig, mesh: Mesh, *, share: float):
@@ -111,7 +111,7 @@ class WeightSnapshots:
         self._compare = jax.jit(compare)
         self._nothing = jax.jit(nothing, out_shardings={leaf: struct.sharding for leaf, struct in abstract.items()})
 
-    def snapshot(self, params: Params, step: int) -> "WeightSnapshot":
+    def snapshot(self, params: Params, step: int) -> "DeviceSnapshot":
         """Version `step`: the parameters (laid out as param_shardings) as they are sent.
 
         Called once for each step, in order; returns while the device still computes.
@@ -120,10 +120,10 @@ class WeightSnapshots:
         found = self._compare(params, self._nothing() if self._sent is None else self._sent)
         base, self._step = self._step, step
         self._sent = {leaf: finds.pop("bits") for leaf, finds in found.items()}
-        return WeightSnapshot(decoder=self._decoder, base=base, step=step, bits=self._sent, found=found)
+        return DeviceSnapshot(decoder=self._decoder, base=base, step=step, bits=self._sent, found=found)
 
 
-class WeightSnapshot:
+class DeviceSnapshot:
     """One version. Its methods wait for the device, and may be called on any thread."""
 
     def __init__(self, *, decoder: DecoderConfig, base: int | None, step: int, bits: Leaves, found: dict[str, Leaves]):

@@ -108,7 +108,7 @@ def check_shapes(config: DecoderConfig, shapes: Mapping[str, Sequence[int]], of:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """The part of one tensor that one worker holds: tensor[source] is parameter[target], both with a slice per
     dimension."""
 
@@ -134,7 +134,7 @@ class Piece:
         return held, np.ravel_multi_index([places[held] + shift for places, shift in zip(index, shifts)], self.size)
 
 
-def pieces(config: DecoderConfig, rank: int = 0, workers: int = 1) -> dict[str, Piece]:
+def pieces(config: DecoderConfig, rank: int = 0, workers: int = 1) -> dict[str, TensorPiece]:
     """Hugging Face name -> the part that worker `rank` of `workers` holds; a tensor it holds nothing of has no rows.
 
     Raises ValueError naming what cannot be split over so many workers.
@@ -154,7 +154,7 @@ def pieces(config: DecoderConfig, rank: int = 0, workers: int = 1) -> dict[str, 
     out = {}
     for name, (tensor, along, source, target) in parts.items():
         size = tuple(filled[tensor.fused] if i == along else part.stop for i, part in enumerate(target))
-        out[name] = Piece(tensor.fused, tensor.shape, source, target, size)
+        out[name] = TensorPiece(tensor.fused, tensor.shape, source, target, size)
     return out
 
 

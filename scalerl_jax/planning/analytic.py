@@ -55,7 +55,7 @@ _LAST = ("down", "shared_down", "expert_down")  # weights of products whose resu
 
 
 @dataclasses.dataclass(frozen=True)
-class Shapes:
+class DeviceShapes:
     """The shapes of an update on one device."""
 
     decoder: DecoderConfig
@@ -86,7 +86,7 @@ class _Leaf:
     axes: tuple[str, ...]  # mesh axes along which it is gathered
 
 
-def _leaves(shapes: Shapes) -> dict[str, _Leaf]:
+def _leaves(shapes: DeviceShapes) -> dict[str, _Leaf]:
     own_rows, out = rows(shapes.decoder), {}
     for name, struct in flat(abstract_params(shapes.decoder, abstract_mesh(shapes.mesh))).items():
         layered, cut = own_rows[name].layered, list[str]()
@@ -99,7 +99,7 @@ def _leaves(shapes: Shapes) -> dict[str, _Leaf]:
     return out
 
 
-def temporaries(shapes: Shapes) -> int:
+def temporaries(shapes: DeviceShapes) -> int:
     """Bytes on a device that `accumulate` needs besides its arguments."""
     decoder, tokens, c = shapes.decoder, shapes.tokens, shapes.width
     leaves, tensor = _leaves(shapes), shapes.mesh["tensor"]
@@ -133,7 +133,7 @@ def _inner(decoder: DecoderConfig) -> float:
     return columns + shared
 
 
-def collectives(shapes: Shapes) -> list[Collective]:
+def collectives(shapes: DeviceShapes) -> list[Collective]:
     """The collectives of one micro-batch."""
     decoder, mesh, c = shapes.decoder, shapes.mesh, shapes.width
     layers, states = decoder.layers, shapes.tokens * decoder.hidden_size
@@ -177,7 +177,7 @@ def _group(axes: tuple[str, ...], mesh: dict[str, int]) -> tuple[tuple[int, int]
     return tuple((int(group[0]), int(other)) for other in group[1:])
 
 
-def memory_traffic(shapes: Shapes) -> tuple[float, float]:
+def memory_traffic(shapes: DeviceShapes) -> tuple[float, float]:
     """Bytes that a device reads from and writes to its memory for one micro-batch: (layers, head).
 
     Counts the operands and the result of each product once in each pass; other operations are assumed to be fused into

@@ -36,7 +36,7 @@ _NAMES = {"device-hours": r"hour|gpu_h|tpu_h", "FLOPs": r"flop", "steps": r"step
 
 
 @dataclasses.dataclass(frozen=True)
-class Fleet:
+class FleetSpeed:
     """Step time of a trainer with a number of generators."""
 
     generators: int
@@ -50,10 +50,10 @@ def needed(*, sampled: float, trainer_seconds: float, tokens_per_second: float) 
     return max(1, math.ceil(sampled / (trainer_seconds * tokens_per_second) - 1e-9))
 
 
-def beside(generators: int, *, sampled: float, trainer_seconds: float, tokens_per_second: float) -> Fleet:
+def beside(generators: int, *, sampled: float, trainer_seconds: float, tokens_per_second: float) -> FleetSpeed:
     sampling = sampled / (generators * tokens_per_second)
     step = max(trainer_seconds, sampling)
-    return Fleet(generators, step, 1 - trainer_seconds / step, 1 - sampling / step)
+    return FleetSpeed(generators, step, 1 - trainer_seconds / step, 1 - sampling / step)
 
 
 def find_server(topology: str) -> Machine:

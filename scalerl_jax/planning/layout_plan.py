@@ -193,7 +193,7 @@ def estimate(question: Question, choice: Choice, update: compiled.Update | None 
     config = choice.put_into(question.config)
     mesh = dict(choice.mesh)
     state = _state_bytes(config, decoder, mesh)
-    shapes = analytic.Shapes(
+    shapes = analytic.DeviceShapes(
         decoder=decoder,
         mesh=mesh,
         seq_len=config.learner.seq_len,

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scalerl_jax.planning import compiled
-from scalerl_jax.planning.cost import Cost, Fleet
+from scalerl_jax.planning.cost import Cost, FleetSpeed
 from scalerl_jax.planning.layout_plan import LayoutPlan, Question
 from scalerl_jax.planning.roofline import Traffic
 from scalerl_jax.scaling.commands.results import new_table, print_line
@@ -91,7 +91,7 @@ def show_places(console: Console, plan: LayoutPlan) -> None:
     console.print(table)
 
 
-def show_fleet(console: Console, fed: int, fleet: Fleet) -> None:
+def show_fleet(console: Console, fed: int, fleet: FleetSpeed) -> None:
     print_line(
         console,
         f"generators: {fed} keep the trainer fed; with {fleet.generators} a step takes {fleet.step_seconds:.2f} s, the "

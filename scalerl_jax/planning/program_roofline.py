@@ -105,12 +105,12 @@ class ProgramRoofline:
 def of(program: Program, machine: Machine, *, attended: float = 0.0) -> ProgramRoofline:
     """The roofline of a program on one device of the machine. attended: keys that a query is compared with in
     attention, on average."""
-    reader = _Reader(program, machine, attended)
+    reader = _ProgramReader(program, machine, attended)
     reader.run(program.entry, 1)
     return ProgramRoofline(tuple(reader.kernels))
 
 
-class _Reader:
+class _ProgramReader:
     """Walks a program as it is scheduled."""
 
     def __init__(self, program: Program, machine: Machine, attended: float) -> None:

@@ -79,7 +79,7 @@ class Evaluation:
         return now - self._orphaned_at >= patience
 
 
-class Evaluations:
+class EvaluationQueue:
     """Queue of evaluations, run one after another. Lives on the fleet's event loop."""
 
     def __init__(self) -> None:

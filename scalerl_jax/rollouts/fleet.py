@@ -37,14 +37,14 @@ from scalerl_jax.environments import Row, Score
 from scalerl_jax.environments.episode import AgentRun, Agents, Trajectory
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.rollouts import status
-from scalerl_jax.rollouts.evaluation import Evaluation, Evaluations
+from scalerl_jax.rollouts.evaluation import Evaluation, EvaluationQueue
 from scalerl_jax.rollouts.group_buffer import (
-    Call,
     FinishedGroup,
     GroupBuffer,
     GroupInFlight,
     Process,
     RolloutRequest,
+    TurnRequest,
     finished,
 )
 from scalerl_jax.rollouts.loop_thread import LoopThread, on_loop, watched
@@ -112,7 +112,7 @@ class Fleet:
         self._running = dict[AgentRun, tuple[GroupBuffer, GroupInFlight, concurrent.futures.Future]]()
         self._unscored = 0  # completions without their score
         self._something = threading.Event()  # the caller should poll
-        self._evaluations = Evaluations()
+        self._evaluations = EvaluationQueue()
         self._publisher = Publisher(
             incarnation=incarnation,
             chunk_bytes=config.fleet.chunk_bytes,
@@ -413,7 +413,7 @@ class Fleet:
 
         def enter() -> None:
             wanted = self._requests.turn(group.requests[run.index], turn)
-            call = Call(run, group.group_id, after, most_tokens, answer)
+            call = TurnRequest(run, group.group_id, after, most_tokens, answer)
             buffer.add_call(group, call, Row("", token_ids=prompt), f"{run.index}/{turn}", wanted)
             self._changed()
 

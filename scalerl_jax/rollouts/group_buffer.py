@@ -24,7 +24,7 @@ import numpy as np
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest, TeacherScores
 from scalerl_jax.environments import Row, Score
-from scalerl_jax.environments.episode import AgentRun, Part, Trajectory
+from scalerl_jax.environments.episode import AgentRun, SampledPart, Trajectory
 from scalerl_jax.rollouts import pacing as pacing_lib
 
 
@@ -49,12 +49,12 @@ class FinishedGroup:
     asked_at: float  # seconds, time.monotonic()
     finished_at: float
     # By completion index, then by branch: the process that sampled the branch, or each of its turns.
-    servers: tuple[tuple[tuple[Part, ...], ...], ...] = ()
+    servers: tuple[tuple[tuple[SampledPart, ...], ...], ...] = ()
     # By completion index, then by branch: scores of the branch's prompt and tokens. None if the row has no teacher.
     teachers: tuple[tuple[TeacherScores, ...], ...] | None = None
 
 
-class Call(NamedTuple):
+class TurnRequest(NamedTuple):
     """A turn that an agent asks for."""
 
     run: AgentRun
@@ -83,7 +83,7 @@ class GroupInFlight:
     with_teacher: dict[int, str] = dataclasses.field(default_factory=dict)  # index -> teacher whose scores are missing
     failed_at: str = ""  # the server that last failed to deliver
     turns: list["GroupInFlight"] = dataclasses.field(default_factory=list)  # its agents' unanswered turns
-    call: Call | None = None  # set if this group is itself such a turn
+    call: TurnRequest | None = None  # set if this group is itself such a turn
     begun: Counter[int] = dataclasses.field(default_factory=Counter)  # agents started, by index
 
     def delivered(self) -> int:
@@ -287,7 +287,7 @@ class GroupBuffer:
         """Whether the agent's result is still wanted."""
         return self.in_flight.get(group.number) is group and group.trajectories.get(run.index) is run
 
-    def add_call(self, group: GroupInFlight, call: Call, row: Row, name: str, wanted: CompletionRequest) -> None:
+    def add_call(self, group: GroupInFlight, call: TurnRequest, row: Row, name: str, wanted: CompletionRequest) -> None:
         """Adds a turn requested by an agent. Only the prompt of `row` is used."""
         one = GroupInFlight(group.number, f"{group.group_id}/{name}", row, (wanted,), pending={wanted.index}, call=call)
         if self.runs(group, call.run):
@@ -295,7 +295,7 @@ class GroupBuffer:
         else:
             call.answer.cancel()
 
-    def _answer(self, one: GroupInFlight, call: Call, completion: Completion, process: Process) -> None:
+    def _answer(self, one: GroupInFlight, call: TurnRequest, completion: Completion, process: Process) -> None:
         group = self.in_flight.get(one.number)
         if group is None or not any(other is one for other in group.turns):
             return

@@ -193,7 +193,7 @@ class Finding(NamedTuple):
     what: str
 
 
-class Judge:
+class LogprobJudge:
     """Keeps each process's last groups. `judge` only checks, `accept` stores."""
 
     def __init__(self, config: ParityConfig, *, mean_limit: float, judges: bool = True):
@@ -346,7 +346,7 @@ class Parity:
         self._score, self._fleet, self._log = score, fleet, log
         self._every = config.parity.every
         judges = comparable(config.rollout)
-        self._judge = Judge(config.parity, mean_limit=probe.limits[0], judges=judges)
+        self._judge = LogprobJudge(config.parity, mean_limit=probe.limits[0], judges=judges)
         if not judges:
             log(UNJUDGED)
         self._alarmed: set[Process] = set()  # by the previous check

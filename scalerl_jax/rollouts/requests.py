@@ -34,7 +34,7 @@ PROBE_SAMPLES = 4  # of one prompt
 PROBE_TOKENS = 64  # thinking and answer of a probe: enough for p99, and seconds even on a slow server
 
 
-class Tokenizer(Protocol):
+class TextEncoder(Protocol):
     @property
     def stop_ids(self) -> Sequence[int]: ...
 
@@ -50,7 +50,7 @@ def stable_hash(*parts: object) -> int:
 class Requests:
     """Makes the requests of one run. Raises ValueError if the interruption phrase does not end thinking."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer):
+    def __init__(self, config: Config, tokenizer: TextEncoder):
         rollout = config.rollout
         self._seed, self._group_size, self._replay = config.seed, rollout.group_size, rollout.router_replay
         # On the wire a thinking budget of 0 means no separate one: the answer budget then covers both.

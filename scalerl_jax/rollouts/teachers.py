@@ -108,7 +108,7 @@ def top_k_of(config: Config) -> int:
 
 
 @dataclasses.dataclass(eq=False)
-class _Sequence:
+class _WaitingSequence:
     """A sequence that waits for its scores."""
 
     request: codec.ScoreRequest
@@ -265,7 +265,7 @@ class _Teacher:
         self.name, self._where, self.row = name, where, _fresh_row()
         self._context = context(name=name, credentials=where.credentials, changed=self._pump, sent_away=self._sent_away)
         self._servers: dict[str, TeacherServer] = {}
-        self._queue: list[_Sequence] = []
+        self._queue: list[_WaitingSequence] = []
         self._lost = True  # no server can be asked
 
     async def run(self) -> None:
@@ -297,7 +297,7 @@ class _Teacher:
 
     def add(self, request: codec.ScoreRequest) -> "asyncio.Future[codec.Scores]":
         """Queues a sequence and returns the future of its scores."""
-        sequence = _Sequence(request, asyncio.get_running_loop().create_future())
+        sequence = _WaitingSequence(request, asyncio.get_running_loop().create_future())
         self._queue.append(sequence)
         asyncio.get_running_loop().call_soon(self._pump)  # together with others added now
         return sequence.answer
@@ -321,7 +321,7 @@ class _Teacher:
             server.calls[task] = sum(len(one.request.token_ids) for one in asked)
             task.add_done_callback(functools.partial(self._asked, server, asked))  # also if it never began
 
-    async def _ask(self, server: TeacherServer, asked: list[_Sequence]) -> None:
+    async def _ask(self, server: TeacherServer, asked: list[_WaitingSequence]) -> None:
         try:
             answers = await server.scores([one.request for one in asked])
             now = time.monotonic()
@@ -335,7 +335,7 @@ class _Teacher:
                 one.tries -= accepted_nothing(error)
             server.failed(error)
 
-    def _asked(self, server: TeacherServer, asked: list[_Sequence], task: "asyncio.Task[None]") -> None:
+    def _asked(self, server: TeacherServer, asked: list[_WaitingSequence], task: "asyncio.Task[None]") -> None:
         """Ends a call; sequences without an answer are queued again."""
         del server.calls[task]
         sequences = [one for one in asked if not one.answer.done()]

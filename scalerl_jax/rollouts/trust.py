@@ -24,7 +24,7 @@ import grpc
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract import security
 from scalerl_jax.contract.rpc import Stub
-from scalerl_jax.rollouts.evaluation import Evaluations
+from scalerl_jax.rollouts.evaluation import EvaluationQueue
 from scalerl_jax.rollouts.group_buffer import FinishedGroup, GroupBuffer, Process, finished
 from scalerl_jax.rollouts.loop_thread import LoopThread, on_loop
 from scalerl_jax.rollouts.servers import server_state
@@ -48,7 +48,7 @@ class Trust:
         thread: LoopThread,
         pool: ServerPool,
         buffer: GroupBuffer,
-        evaluations: Evaluations,
+        evaluations: EvaluationQueue,
         context: ClientContext,
     ):
         self._thread, self._pool, self._buffer, self._evaluations = thread, pool, buffer, evaluations

@@ -288,7 +288,7 @@ _NAMES = ("step", "pass_rate", "no_end_of_thinking", "prompts", *(sign.column fo
 
 
 @dataclasses.dataclass
-class _Episode:
+class _Excursion:
     """A period in which one sign is past a limit."""
 
     updates: int = 0  # its length so far
@@ -307,7 +307,7 @@ class LearningWatch:
         self._recent: collections.deque[Row] = collections.deque(maxlen=RECENT)
         self._without: list[Row] = []  # consecutive rows without a gradient
         self._warned = False  # whether their alarm has been raised
-        self._episodes: dict[str, _Episode] = {}
+        self._episodes: dict[str, _Excursion] = {}
         for row in earlier:
             self._remember(_short(row))
 
@@ -351,7 +351,7 @@ class LearningWatch:
 
     def _past(self, key: str, alarm: Alarm) -> str:
         begins = key not in self._episodes
-        episode = self._episodes.setdefault(key, _Episode())
+        episode = self._episodes.setdefault(key, _Excursion())
         episode.updates, episode.within = episode.updates + 1, 0
         due = alarm.loud and (not episode.loud or episode.updates - episode.logged_at >= REMIND)
         if not begins and not due:

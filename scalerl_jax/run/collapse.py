@@ -61,22 +61,22 @@ class Collapse:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Evaluation:
+class _EvaluatedStep:
     step: int
     rate: float
     error: float  # standard error of the rate
     each: np.ndarray  # [prompts] float64: their rates
 
     @staticmethod
-    def of(row: Row) -> "_Evaluation | None":
+    def of(row: Row) -> "_EvaluatedStep | None":
         """From a row of evals.jsonl; None if it lacks a column: written by an older version, or edited."""
         passes, numbers = row.get("passes"), [row.get(name) for name in _RATES]
         if not isinstance(passes, list) or not passes or not all(map(_finite, [*passes, *numbers])):
             return None
         samples, rate, low, high = (float(row[name]) for name in _RATES)
-        return _Evaluation(row["step"], rate, (high - low) / _95_PERCENT, np.array(passes, np.float64) / samples)
+        return _EvaluatedStep(row["step"], rate, (high - low) / _95_PERCENT, np.array(passes, np.float64) / samples)
 
-    def errors_below(self, best: "_Evaluation") -> float:
+    def errors_below(self, best: "_EvaluatedStep") -> float:
         """By how many standard errors of the difference this one is below `best`."""
         drop = best.rate - self.rate
         if len(self.each) == len(best.each) > 1:
@@ -99,7 +99,7 @@ class CollapseWatch:
         self._signs: list[str] = []  # the current signs of the updates, with their figures
         self._training = ""  # the sign of the training pass rate; empty: none
         self._best_batches: tuple[float, float] | None = None  # mean pass rate, prompts
-        self._evaluations: list[_Evaluation] = []
+        self._evaluations: list[_EvaluatedStep] = []
         self._low: list[int] = []  # steps of the trailing consecutive evaluations that are low or below
         self._low_reasons: list[str] = []  # the reason of the last of them
         self._forecast: tuple[int, float] | None = None  # its step; the lowest later pass rate that it expects
@@ -122,7 +122,7 @@ class CollapseWatch:
 
     def evaluation(self, row: Row) -> Collapse | None:
         """Takes the next row of evals.jsonl; returns the collapse if this row raises it."""
-        now = _Evaluation.of(row)
+        now = _EvaluatedStep.of(row)
         if now is None:
             return None
         reason, low, below = f"held-out pass rate {now.rate:.3f} at step {now.step}", False, False
@@ -158,7 +158,7 @@ class CollapseWatch:
             if best.rate - there.rate <= _GOOD * best.rate or there.errors_below(best) < _GOOD_ERRORS
         )
 
-    def _best(self) -> _Evaluation:
+    def _best(self) -> _EvaluatedStep:
         return max(self._evaluations, key=lambda there: there.rate)
 
     def _raise(self, *reasons: str, step: int | None = None) -> Collapse | None:

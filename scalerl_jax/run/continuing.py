@@ -79,7 +79,7 @@ FIELDS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
+class FieldChange:
     """One field whose value has changed."""
 
     name: str  # without "config."
@@ -97,7 +97,7 @@ def kind_of(name: str) -> str | None:
     return FIELDS.get(name) or GROUPS.get(name.partition(".")[0])
 
 
-def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
+def changes(old: Mapping[str, Any], new: Config) -> list[FieldChange]:
     """Every field in which `new` differs from `old` (a config.json's contents), in the order of the config.
 
     A field that `old` lacks, because it was written before the field existed, counts as the default. Raises ConfigError
@@ -113,7 +113,7 @@ def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
             raise ConfigError(f"config.{name} is {before[name]!r} there and is not a field any more")
     # A mixture's environment may be in only one of the two.
     return [
-        Change(name, before.get(name), after.get(name), kind_of(name) or BOUND)
+        FieldChange(name, before.get(name), after.get(name), kind_of(name) or BOUND)
         for name in {**after, **before}
         if before.get(name) != after.get(name) and (name in after or name.startswith("mixture."))
     ]
@@ -128,13 +128,13 @@ def allowed_fields(names: Collection[str]) -> set[str]:
     return found
 
 
-def refused(found: Sequence[Change], *, allowed: Collection[str], warm_start: bool) -> list[Change]:
+def refused(found: Sequence[FieldChange], *, allowed: Collection[str], warm_start: bool) -> list[FieldChange]:
     """The changes that must be allowed by name and are not. allowed: as allowed_fields returns them."""
     kinds = {BOUND, WARM} if warm_start else {BOUND}
     return [change for change in found if change.kind in kinds and change.name not in allowed]
 
 
-def history_row(found: Sequence[Change], *, step: int, time: float) -> str:
+def history_row(found: Sequence[FieldChange], *, step: int, time: float) -> str:
     """The line of config_history.jsonl."""
     changed = {change.name: {"before": change.before, "now": change.now, "kind": change.kind} for change in found}
     return json.dumps({"step": step, "time": time, "changed": changed}) + "\n"

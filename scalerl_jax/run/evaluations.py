@@ -19,7 +19,7 @@ from scalerl_jax.run.progress import ProgressLine
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
+class _PendingEvaluation:
     """An evaluation that is requested and not finished."""
 
     step: int  # the version evaluated
@@ -45,7 +45,7 @@ class Evaluations:
         """rows: the held-out ones. written: called after a row of evals.jsonl."""
         self._config, self._folder, self._ledger, self._fleet = config, folder, ledger, fleet
         self._rows, self._line, self._written = rows, line, written
-        self._asked: list[_Asked] = []
+        self._asked: list[_PendingEvaluation] = []
 
     def due(self, step: int) -> bool:
         """Whether version `step` is evaluated: every config.evaluation.every steps, and the last."""
@@ -61,7 +61,7 @@ class Evaluations:
         if step not in steps:
             compute = self._ledger.snapshot()
             future = self._fleet.evaluate(step, self._rows, self._config.evaluation.samples)
-            self._asked.append(_Asked(step, time.monotonic(), compute, future))
+            self._asked.append(_PendingEvaluation(step, time.monotonic(), compute, future))
         if self._config.evaluation.servers == 0 or step == self._config.max_steps or last:
             with self._ledger.trainer("evaluation"):
                 self.finish(wait=wait)
@@ -86,7 +86,7 @@ class Evaluations:
                 continue
             self._write(asked, asked.future.result())
 
-    def _write(self, asked: _Asked, groups: list[FinishedGroup]) -> None:
+    def _write(self, asked: _PendingEvaluation, groups: list[FinishedGroup]) -> None:
         self._ledger.finished_groups(groups, evaluation=True)
         row = self._folder.evaluation(
             step=asked.step,

@@ -64,7 +64,7 @@ class RunFolder:
         self.workdir = os.path.abspath(workdir)
         self._config = config
         self._clock = clock
-        self.changes: Sequence[continuing.Change] = ()  # of the config, since the last start
+        self.changes: Sequence[continuing.FieldChange] = ()  # of the config, since the last start
         try:
             os.makedirs(self.workdir, exist_ok=True)
             self._lock = acquire_lock(self.path("lock"), f"--workdir={workdir}: a trainer")

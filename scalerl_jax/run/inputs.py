@@ -20,7 +20,7 @@ from scalerl_jax.environments.load import load_held_out, load_rows
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.environments.user_code import named
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.run.continuing import Change
+from scalerl_jax.run.continuing import FieldChange
 from scalerl_jax.run.jsonl import line_of
 from scalerl_jax.system import files
 from scalerl_jax.system.files import read_object
@@ -115,7 +115,7 @@ def check_length(config: Config, longest: int, decoder: DecoderConfig) -> None:
 
 
 @contextlib.contextmanager
-def explain_changed_prompts(config: Config, changes: Sequence[Change]) -> Iterator[None]:
+def explain_changed_prompts(config: Config, changes: Sequence[FieldChange]) -> Iterator[None]:
     """Wraps code that resumes the history of a checkpoint's prompts: if they have changed, a ValueError says why.
 
     changes: of the config, since the checkpoint was made.

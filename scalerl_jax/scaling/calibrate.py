@@ -141,7 +141,7 @@ def _fit(densities: Densities, growth: float, chosen: Sequence[int]) -> scipy.op
 
 
 @dataclasses.dataclass(frozen=True)
-class Score:
+class ForecastScore:
     """The score of one forecast on one case; over all M later evaluations unless noted."""
 
     covered: tuple[float, ...] | None  # share within the band of each of LEVELS; None if the forecast has no band
@@ -150,7 +150,7 @@ class Score:
     width: float | None  # of the widest band there; None as for covered
 
 
-def judge(case: Case, calibration: Calibration) -> dict[str, Score]:
+def judge(case: Case, calibration: Calibration) -> dict[str, ForecastScore]:
     """The scores of "average" and of each law alone, with its own scales."""
     record = None
     if case.record is not None:
@@ -163,7 +163,7 @@ def judge(case: Case, calibration: Calibration) -> dict[str, Score]:
     return found
 
 
-def _score(forecast: average.AverageForecast, case: Case) -> Score:
+def _score(forecast: average.AverageForecast, case: Case) -> ForecastScore:
     order = np.argsort(case.later.compute, kind="stable")
     compute, measured = case.later.compute[order], case.later.reward[order]
     made = forecast.evaluations(compute)
@@ -173,7 +173,9 @@ def _score(forecast: average.AverageForecast, case: Case) -> Score:
         covered.append(float(np.mean((low <= measured) & (measured <= high))))
     last = compute > 0.75 * case.run.points.most
     error = float(np.mean(np.median(made, axis=0)[last]) - measured[last].mean())
-    return Score(tuple(covered), float(np.mean(_crps(made, measured))), error, float(np.mean((high - low)[last])))
+    return ForecastScore(
+        tuple(covered), float(np.mean(_crps(made, measured))), error, float(np.mean((high - low)[last]))
+    )
 
 
 def _crps(made: np.ndarray, measured: np.ndarray) -> np.ndarray:
@@ -198,7 +200,7 @@ def agree(first: CompleteRun, second: CompleteRun) -> bool:
     return bool(squares.mean() <= 1 + _AGREE * np.sqrt(2 / len(squares)))
 
 
-def leave_one_out(given: Sequence[Case], *, tick: Callable[[], None] = lambda: None) -> list[dict[str, Score]]:
+def leave_one_out(given: Sequence[Case], *, tick: Callable[[], None] = lambda: None) -> list[dict[str, ForecastScore]]:
     """Scores of each case, with a calibration on the runs of other tasks (of other recipes, if there is only one task)
     that do not agree with the judged run. Calls `tick` after each run. Raises ValueError if no runs are left."""
     runs = {case.run.name: case.run for case in given}
@@ -209,7 +211,7 @@ def leave_one_out(given: Sequence[Case], *, tick: Callable[[], None] = lambda: N
         one = next(iter(runs.values()))
         raise ValueError(f"all runs are of one recipe, {one.recipe!r}: none is left to judge it by")
     densities, made = Densities(given), dict[tuple[str, ...], Calibration]()
-    found: list[dict[str, Score]] = [{} for _ in given]
+    found: list[dict[str, ForecastScore]] = [{} for _ in given]
     for run in runs.values():
         others = [other for other in runs.values() if getattr(other, what) != getattr(run, what)]
         names = tuple(other.name for other in others if not agree(run, other))

@@ -61,7 +61,7 @@ class DrawnCurves:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Given:
+class _ShapePosterior:
     """The posterior given each shape: [K] each."""
 
     asymptote: np.ndarray
@@ -122,13 +122,15 @@ class _Posterior:
             )
         self._least = LEAST_VARIANCE / float(np.median(points.variance))
 
-    def given(self, shapes: np.ndarray) -> _Given:
+    def given(self, shapes: np.ndarray) -> _ShapePosterior:
         """shapes [K, P]."""
         batch = max(1, _BATCH // max(1, len(self._log_compute)))
         parts = [self._some(shapes[at : at + batch]) for at in range(0, len(shapes), batch)]
-        return _Given(*[np.concatenate([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(_Given)])
+        return _ShapePosterior(
+            *[np.concatenate([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(_ShapePosterior)]
+        )
 
-    def _some(self, shapes: np.ndarray) -> _Given:
+    def _some(self, shapes: np.ndarray) -> _ShapePosterior:
         s = self._rise(shapes, self._log_compute)
         u, w, y, known = 1 - s, self._weight, self._reward, self._known
         h00, h01, h11 = (u * u) @ w + known, (u * s) @ w, (s * s) @ w
@@ -150,7 +152,7 @@ class _Posterior:
         log_weight = np.where(s.max(axis=1) < _UNSEEN, -np.inf, log_weight)
         for axis, value in zip(self._axes, shapes.T):
             log_weight -= 0.5 * ((value - axis.mean) / axis.deviation) ** 2
-        return _Given(asymptote, initial, h00, h01, h11, squares, log_weight)
+        return _ShapePosterior(asymptote, initial, h00, h01, h11, squares, log_weight)
 
     def _dispersion(self, squares: np.ndarray) -> np.ndarray:
         return np.maximum((self._heard + squares) / self._degrees, self._least)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scalerl_jax.scaling.calibrate import FRACTIONS, LEVELS, Case, Score
+from scalerl_jax.scaling.calibrate import FRACTIONS, LEVELS, Case, ForecastScore
 from scalerl_jax.scaling.fit import fit_sigmoid
 
 _BURN_IN = 1500 / 16_000  # of the run's compute
@@ -32,7 +32,7 @@ class Summary(NamedTuple):
     width: float | None  # of the widest band in the last quarter
 
 
-class Sigmoid(NamedTuple):
+class SigmoidForecast(NamedTuple):
     """The result of the sigmoid alone on one case."""
 
     covered: tuple[float, ...]
@@ -50,7 +50,7 @@ class Sigmoid(NamedTuple):
         return self.identified and not self.interval[0] <= self.whole <= self.interval[1]
 
 
-def sigmoid(case: Case, *, tick: Callable[[], None] = lambda: None) -> Sigmoid:
+def sigmoid(case: Case, *, tick: Callable[[], None] = lambda: None) -> SigmoidForecast:
     points = case.run.points
     compute = np.concatenate([np.zeros(points.initial_rows), points.compute])
     assert points.counts is not None and points.initial_counts is not None
@@ -76,7 +76,7 @@ def sigmoid(case: Case, *, tick: Callable[[], None] = lambda: None) -> Sigmoid:
         paper = np.full(last.sum(), case.before.reward.mean())
     whole = fit_sigmoid(compute, score, counts=counts)
     tick()
-    return Sigmoid(
+    return SigmoidForecast(
         covered=tuple(covered),
         error=float(np.mean(fit.predict(later[last]) - measured[last])),
         width=float(np.mean((high - low)[last])),
@@ -88,15 +88,17 @@ def sigmoid(case: Case, *, tick: Callable[[], None] = lambda: None) -> Sigmoid:
     )
 
 
-def summaries(cases: Sequence[Case], scores: Sequence[dict[str, Score]], sigmoids: Sequence[Sigmoid]) -> list[Summary]:
+def summaries(
+    cases: Sequence[Case], scores: Sequence[dict[str, ForecastScore]], sigmoids: Sequence[SigmoidForecast]
+) -> list[Summary]:
     """The average first, then the laws, then the sigmoid alone."""
     found = []
     for fraction in FRACTIONS:
         rows = [
             {
                 **of_laws,
-                "sigmoid, profile": Score(alone.covered, None, alone.error, alone.width),
-                "paper's procedure": Score(None, None, alone.paper_error, None),
+                "sigmoid, profile": ForecastScore(alone.covered, None, alone.error, alone.width),
+                "paper's procedure": ForecastScore(None, None, alone.paper_error, None),
             }
             for case, of_laws, alone in zip(cases, scores, sigmoids)
             if case.fraction == fraction
@@ -106,7 +108,7 @@ def summaries(cases: Sequence[Case], scores: Sequence[dict[str, Score]], sigmoid
     return found
 
 
-def _summary(fraction: float, name: str, ones: Sequence[Score]) -> Summary:
+def _summary(fraction: float, name: str, ones: Sequence[ForecastScore]) -> Summary:
     errors = [one.error for one in ones]
     size = np.abs(errors)
     return Summary(
@@ -121,7 +123,7 @@ def _summary(fraction: float, name: str, ones: Sequence[Score]) -> Summary:
     )
 
 
-def identified_sentence(cases: Sequence[Case], sigmoids: Sequence[Sigmoid], fraction: float) -> str:
+def identified_sentence(cases: Sequence[Case], sigmoids: Sequence[SigmoidForecast], fraction: float) -> str:
     """A sentence: how often A was identified, and how often the whole run's A was then outside its interval."""
     rows = [one for case, one in zip(cases, sigmoids) if case.fraction == fraction]
     named = [case.run.name for case, one in zip(cases, sigmoids) if case.fraction == fraction and one.missed]
@@ -131,7 +133,7 @@ def identified_sentence(cases: Sequence[Case], sigmoids: Sequence[Sigmoid], frac
     )
 
 
-def case_document(case: Case, scores: dict[str, Score], alone: Sigmoid) -> dict[str, Any]:
+def case_document(case: Case, scores: dict[str, ForecastScore], alone: SigmoidForecast) -> dict[str, Any]:
     return {
         "run": case.run.name,
         "recipe": case.run.recipe,

@@ -37,7 +37,7 @@ _FIRST_ROUND = 8  # steps that all cells take together; most have ended by then
 _POCKET = 1024  # the remaining cells are gathered into pockets of this many
 
 
-class _Cells(NamedTuple):
+class _WalkState(NamedTuple):
     """The state of the walk in each cell; every field is [K]."""
 
     log_midpoint: jax.Array
@@ -76,7 +76,7 @@ def _doubtful(exponent, curvature, gain, points):
     return (curvature * _DOUBT**2 <= error) & (gain != 0)
 
 
-def _step(cells: _Cells, points) -> _Cells:
+def _step(cells: _WalkState, points) -> _WalkState:
     """One step of MINPACK's lmdif in every cell that has not ended."""
     norm = jnp.sqrt(cells.ssr)
     curvature = cells.curvature
@@ -149,7 +149,7 @@ def _walk(points, log_midpoint, gain, pocket):
     ssr, curvature, slope = _sums(start, log_midpoint, gain, *points)
     scale = jnp.where(curvature == 0, 1.0, jnp.sqrt(curvature))
     doubtful = _doubtful(start, curvature, gain, points)
-    cells = _Cells(
+    cells = _WalkState(
         log_midpoint=log_midpoint,
         gain=gain,
         exponent=start,

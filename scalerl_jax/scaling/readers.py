@@ -30,7 +30,7 @@ _TIMES = ("time", "_timestamp", "timestamp", "wall_time", "Wall time")  # column
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluations:
+class RunPoints:
     """One run as read: N rows with both x and y, in order of x, both in the file's units.
 
     remarks: changes made to the rows, a line each.
@@ -122,7 +122,7 @@ def read_runs(
     task_column: str | None = None,
     duplicates: str = "error",
     parts_too: bool = True,
-) -> list[Evaluations]:
+) -> list[RunPoints]:
     """One Evaluations for each run and seed, in the order of the files. Raises InputError.
 
     x, y: columns; None is allowed for run folders only (and x for trainer_state.json). run_column, seed_column: columns
@@ -233,7 +233,7 @@ def _one_run(
     seed: str,
     counted: tuple[str, str] | None,
     duplicates: str,
-) -> Evaluations:
+) -> RunPoints:
     """Reads one run. chosen: [M] its rows of the table. counted: the columns of passes and trials."""
     table = columns.table
     reward, of_y = columns.get(y)
@@ -287,7 +287,7 @@ def _one_run(
     if x == RUN_FOLDER_X and RUN_FOLDER_HOURS in table.cells and os.path.basename(table.source) == RUN_FOLDER_FILE:
         spent, state = columns.get(RUN_FOLDER_HOURS)
         hours = float(spent[rows[-1]]) if rows.size and state[rows[-1]] == cells_lib.GOOD else None
-    return Evaluations(name, seed, compute[rows], one_reward, counts, table, rows, tuple(remarks), hours=hours)
+    return RunPoints(name, seed, compute[rows], one_reward, counts, table, rows, tuple(remarks), hours=hours)
 
 
 def _counts(columns: _Columns, rows: np.ndarray, counted: tuple[str, str]) -> Counts:
@@ -321,14 +321,14 @@ def _list(columns: _Columns, row: int, column: str) -> list[float]:
     return values.tolist()
 
 
-def hours_rate(members: Sequence[Evaluations]) -> float | None:
+def hours_rate(members: Sequence[RunPoints]) -> float | None:
     """Device-hours per unit of compute, over all seeds of a run so far; None if not known."""
     hours, compute = [one.hours for one in members], sum(float(one.compute.max()) for one in members)
     return sum(filter(None, hours)) / compute if compute > 0 and None not in hours else None
 
 
 def seeds_together(
-    members: Sequence[Evaluations],
+    members: Sequence[RunPoints],
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None, np.ndarray]:
     """Compute, reward, counts and seed number, [N] each, of all seeds of a run, as arguments of fit_sigmoid."""
     compute = np.concatenate([one.compute for one in members])

@@ -37,7 +37,7 @@ CACHE = "JAX_COMPILATION_CACHE_DIR"
 _PROGRAMS = {"scalerl-train": "scalerl_jax.train", "scalerl-sft": "scalerl_jax.sft"}
 
 
-class _Study:
+class _StudyRun:
     """One start of the command on its workdir."""
 
     def __init__(self, given: GivenConfig):
@@ -233,7 +233,7 @@ def _define_launch_flags(target: str) -> None:
 
 
 def main(given: GivenConfig) -> None:
-    one = _Study(given)
+    one = _StudyRun(given)
     if study_flags.RENDER.value:
         print(*one.launch_files(study_flags.RENDER.value), sep="\n")
         return

@@ -89,7 +89,7 @@ class Results:
 
 def results(study: Study, runs_folder: str, *, x: str, baseline: str = "") -> Results:
     """Raises UserError where a run's rows cannot be read, or have no column `x`."""
-    rows, found = dict[str, list[dict[str, Any]]](), dict[str, readers.Evaluations]()
+    rows, found = dict[str, list[dict[str, Any]]](), dict[str, readers.RunPoints]()
     for name in study.runs:
         folder = os.path.join(runs_folder, name)
         path = os.path.join(folder, tables.RUN_FOLDER_FILE)
@@ -132,7 +132,7 @@ def _member(
     name: str,
     runs: tuple[str, ...],
     all_runs: tuple[str, ...],
-    found: Mapping[str, readers.Evaluations],
+    found: Mapping[str, readers.RunPoints],
     rows: Mapping[str, list[dict[str, Any]]],
 ) -> Member:
     seeds = [found[run] for run in runs]

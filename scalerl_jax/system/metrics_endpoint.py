@@ -38,7 +38,7 @@ class MetricsEndpoint:
 
         try:
             family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-            kind = type("_Server", (_Server,), {"address_family": family})
+            kind = type("_MetricsServer", (_MetricsServer,), {"address_family": family})
             self._server = kind(address[:2], _Handler)
         except OSError as error:
             why = error.strerror or error
@@ -113,7 +113,7 @@ class _Collector:
             yield made
 
 
-class _Server(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
+class _MetricsServer(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
     daemon_threads = True
 
     def __init__(self, *arguments: Any):

@@ -43,7 +43,7 @@ class Interrupted(KeyboardInterrupt):
         self.number, self.line = number, line
 
 
-class _Process:
+class _SignalState:
     """The state of this process: written by the handler (main thread) and by the watching thread."""
 
     number = 0  # of the first signal; 0: none yet
@@ -55,7 +55,7 @@ class _Process:
     announced = threading.Event()  # the watching thread has handled the first signal
 
 
-_process = _Process()
+_process = _SignalState()
 
 
 def expect(line: str) -> None:

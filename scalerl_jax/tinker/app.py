@@ -26,10 +26,10 @@ from starlette.routing import Route
 
 from scalerl_jax.gateway.wire import ApiError, bad, check_key, field, number, object_of, read_body
 from scalerl_jax.tinker import wire
-from scalerl_jax.tinker.sampling import MOST_SAMPLES, Sampling
+from scalerl_jax.tinker.sampling import MOST_SAMPLES, SamplingCalls
 from scalerl_jax.tinker.store import Conflict, Future, Store
 from scalerl_jax.tinker.training import Training
-from scalerl_jax.tinker.wire import Refused
+from scalerl_jax.tinker.wire import RefusedCall
 
 POLL_SECONDS = 30.0  # that retrieve_future waits, at most; the client gives up after 45
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -45,7 +45,7 @@ class Tinker:
     """See the module. It and all of its requests live on one event loop."""
 
     def __init__(
-        self, store: Store, training: Training, sampling: Sampling, *, family: str, capacity: Callable[[], int],
+        self, store: Store, training: Training, sampling: SamplingCalls, *, family: str, capacity: Callable[[], int],
         folder: str, names: tuple[str, ...], token: str,
     ):  # fmt: skip
         """family, folder: of the base model. names: by which clients may call it, the first is its own; "*": any.
@@ -113,7 +113,7 @@ class Tinker:
                 return Response(status_code=400)  # no client reads it
             except Conflict as error:
                 return JSONResponse({"detail": str(error)}, 409)
-            except Refused as error:
+            except RefusedCall as error:
                 return JSONResponse({"detail": str(error)}, 400)
             except ApiError as error:
                 return JSONResponse({"detail": error.message}, error.status)
@@ -252,7 +252,7 @@ class Tinker:
 
     def _check_base(self, name: str | None) -> None:
         if name is None or (name not in (*self._names, self._folder) and "*" not in self._names):
-            raise Refused(f"base_model: {name!r} is not served; there is {self._names[0]}")
+            raise RefusedCall(f"base_model: {name!r} is not served; there is {self._names[0]}")
 
     # ---- later
 

@@ -87,7 +87,7 @@ async def _serve(
 ) -> None:  # fmt: skip
     from scalerl_jax.tinker.app import Tinker
     from scalerl_jax.tinker.samplers import Samplers
-    from scalerl_jax.tinker.sampling import Sampling
+    from scalerl_jax.tinker.sampling import SamplingCalls
     from scalerl_jax.tinker.store import Future, Store
     from scalerl_jax.tinker.training import Training
 
@@ -112,7 +112,7 @@ async def _serve(
     def capacity() -> int:
         return min(longest, generators.maximum_tokens or longest)
 
-    sampling = Sampling(
+    sampling = SamplingCalls(
         store, samplers, vocabulary=decoder.vocab_size, tokenizer=tokenizer, capacity=capacity, seed=config.seed,
         seconds=FLAGS.request_seconds, answered=answered, fail=fail,
     )  # fmt: skip

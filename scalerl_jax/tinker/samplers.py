@@ -23,7 +23,7 @@ import grpc
 import numpy as np
 
 from scalerl_jax.contract.codec import Completion, GroupRequest, ScoreRequest, Scores, Version
-from scalerl_jax.gateway.generators import MOST_TRIES, Full, Generators, Lost, NoServer, Server
+from scalerl_jax.gateway.generators import MOST_TRIES, Full, Generators, GeneratorServer, Lost, NoServer
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.safetensors_folder import Tensors
 from scalerl_jax.rollouts.weights import payload as payload_lib
@@ -53,14 +53,14 @@ class _Wait:
     wanted: Callable[[], Weights]  # which may be newer ones by now if it is in flight
     inflight: bool
     weights: Weights
-    granted: "asyncio.Future[_Held]"
+    granted: "asyncio.Future[_ServerWeights]"
 
 
 @dataclasses.dataclass(eq=False)
-class _Held:
+class _ServerWeights:
     """What one server holds."""
 
-    server: Server
+    server: GeneratorServer
     process: str = ""  # the server's, at its last push
     weights: Weights | None = None
     step: int = 0
@@ -96,7 +96,7 @@ class Samplers:
         self._generators, self._decoder, self._dtype = generators, decoder, np.dtype(dtype)
         self._chunk_bytes, self._push_seconds, self._score_seconds = chunk_bytes, push_seconds, score_seconds
         self._incarnation = Incarnation(time.time_ns())
-        self._held = [_Held(server) for server in generators.servers]
+        self._held = [_ServerWeights(server) for server in generators.servers]
         self._waiting: list[_Wait] = []
         self._step, self._turn = 0, TURN_SECONDS
         self._scoring = asyncio.Semaphore(SCORES)
@@ -117,7 +117,7 @@ class Samplers:
         Raises NoServer, Refused, ValueError if the weights cannot be read.
         """
 
-        async def ask(held: _Held) -> Completion:
+        async def ask(held: _ServerWeights) -> Completion:
             asked = dataclasses.replace(
                 request, incarnation=self._incarnation.value, minimum_step=held.step,
                 pinned_step=None if inflight else held.step,
@@ -130,7 +130,7 @@ class Samplers:
     async def score(self, weights: Callable[[], Weights], request: ScoreRequest) -> Scores:
         """Raises as generate."""
 
-        async def ask(held: _Held) -> Scores:
+        async def ask(held: _ServerWeights) -> Scores:
             version = Version(self._incarnation.value, held.step)
             return await self._generators.score(held.server, request, version, seconds=self._score_seconds)
 
@@ -138,7 +138,7 @@ class Samplers:
             return await self._somewhere(weights, ask, inflight=False)
 
     async def _somewhere(
-        self, weights: Callable[[], Weights], ask: Callable[[_Held], Awaitable[T]], *, inflight: bool
+        self, weights: Callable[[], Weights], ask: Callable[[_ServerWeights], Awaitable[T]], *, inflight: bool
     ) -> T:
         """The answer of one of the servers that hold the weights."""
         why = "no server is there"
@@ -152,7 +152,7 @@ class Samplers:
         raise NoServer(why)
 
     @contextlib.asynccontextmanager
-    async def _on(self, wanted: Callable[[], Weights], *, inflight: bool) -> AsyncGenerator[_Held]:
+    async def _on(self, wanted: Callable[[], Weights], *, inflight: bool) -> AsyncGenerator[_ServerWeights]:
         """A server that holds the weights for the duration of the block."""
         wait = _Wait(wanted, inflight, wanted(), asyncio.get_running_loop().create_future())
         self._waiting.append(wait)
@@ -170,7 +170,7 @@ class Samplers:
         finally:
             self._release(held, inflight)
 
-    def _release(self, held: _Held, inflight: bool) -> None:
+    def _release(self, held: _ServerWeights, inflight: bool) -> None:
         if inflight:
             held.following -= 1
         else:
@@ -218,7 +218,7 @@ class Samplers:
             if held.coming is not None and held.pushing is None and self._may_push(held):
                 held.pushing = asyncio.create_task(self._push(held, held.coming))
 
-    def _to_switch(self, wait: _Wait, there: list[_Held]) -> _Held | None:
+    def _to_switch(self, wait: _Wait, there: list[_ServerWeights]) -> _ServerWeights | None:
         """The server to switch to these weights next, or None."""
         waited_for = {other.weights for other in self._waiting}
         now = time.monotonic()
@@ -229,15 +229,15 @@ class Samplers:
         over = [held for held in still if now - held.since >= self._turn or self._follows(held, wait)]
         return min(idle or over, key=lambda held: held.calls, default=None)
 
-    def _follows(self, held: _Held, wait: _Wait) -> bool:
+    def _follows(self, held: _ServerWeights, wait: _Wait) -> bool:
         return held.weights is not None and wait.inflight and held.weights.model == wait.weights.model
 
-    def _may_push(self, held: _Held) -> bool:
+    def _may_push(self, held: _ServerWeights) -> bool:
         assert held.coming is not None
         same = held.weights is not None and held.weights.model == held.coming.model
         return not held.calls or (same and not held.pinned)
 
-    async def _push(self, held: _Held, weights: Weights) -> None:
+    async def _push(self, held: _ServerWeights, weights: Weights) -> None:
         server, began = held.server, time.monotonic()
         assert server.status is not None
         process, why = server.status.server_id, ""

@@ -22,19 +22,19 @@ from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.gateway.chat import Chat
 from scalerl_jax.gateway.generators import NoServer
 from scalerl_jax.gateway.generators import Refused as ServerRefused
-from scalerl_jax.gateway.wire import ApiError, Asked, field, number, sampling_fields
+from scalerl_jax.gateway.wire import ApiError, SampleRequest, field, number, sampling_fields
 from scalerl_jax.rollouts.requests import stable_hash
 from scalerl_jax.tinker import tinker_pb2 as pb
 from scalerl_jax.tinker import wire
 from scalerl_jax.tinker.samplers import Samplers, Weights
 from scalerl_jax.tinker.store import Future, Store
-from scalerl_jax.tinker.wire import Refused
+from scalerl_jax.tinker.wire import RefusedCall
 
 MOST_SAMPLES = 1024
 MOST_TOP_K = 1024
 
 
-class Sampling:
+class SamplingCalls:
     """Used on the loop of `samplers`."""
 
     def __init__(
@@ -90,7 +90,9 @@ class Sampling:
         prompt, asked = self._prompt(body), _asked(body)
         capacity = self._capacity() - len(prompt)
         if capacity < 1:
-            raise Refused(f"prompt: it has {len(prompt)} tokens, and prompt and completion {self._capacity()} at most")
+            raise RefusedCall(
+                f"prompt: it has {len(prompt)} tokens, and prompt and completion {self._capacity()} at most"
+            )
         sampling = asked.sampling((), capacity=capacity)
         if field(body, "sampling_params", dict, {}).get("stop") is None:
             sampling = dataclasses.replace(sampling, stop_token_ids=tuple(self._chat.tokenizer.stop_ids))
@@ -135,12 +137,12 @@ class Sampling:
         tokens: list[int] = []
         for chunk in chunks:
             if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
-                raise Refused("prompt: only chunks of encoded_text are offered")
+                raise RefusedCall("prompt: only chunks of encoded_text are offered")
             tokens += field(chunk, "tokens", list, [])
         if not tokens:
-            raise Refused("prompt: there is no token")
+            raise RefusedCall("prompt: there is no token")
         if not all(type(one) is int and 0 <= one < self._vocabulary for one in tokens):
-            raise Refused(f"prompt: token ids are from 0 to {self._vocabulary - 1}")
+            raise RefusedCall(f"prompt: token ids are from 0 to {self._vocabulary - 1}")
         return np.asarray(tokens, np.int32)
 
     def _prompt_scores(
@@ -154,31 +156,31 @@ class Sampling:
         if tensor is None:
             return wanted or None, top, last, None
         if tensor.get("sparse_crow_indices") is not None:
-            raise Refused("target_prompt_logprobs: sparse tensors are not offered")
+            raise RefusedCall("target_prompt_logprobs: sparse tensors are not offered")
         shape, data = field(tensor, "shape", list, []), field(tensor, "data", list, [])
         rows = len(prompt) - 1
         if len(shape) != 2 or shape[0] != rows or type(shape[1]) is not int or len(data) != rows * shape[1]:
-            raise Refused(f"target_prompt_logprobs: its shape must be [{rows}, k]")
+            raise RefusedCall(f"target_prompt_logprobs: its shape must be [{rows}, k]")
         vocabulary = self._vocabulary
         if not all(type(one) is int and -1 <= one < vocabulary for one in data):
-            raise Refused(f"target_prompt_logprobs: token ids are from 0 to {vocabulary - 1}, and -1 for none")
+            raise RefusedCall(f"target_prompt_logprobs: token ids are from 0 to {vocabulary - 1}, and -1 for none")
         ids = np.full((len(prompt), shape[1]), -1, np.int32)
         ids[1:] = np.asarray(data, np.int32).reshape(shape)
         targets = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=shape)
         return {"top_k": top, "target_ids": ids}, top, last, targets
 
 
-def _asked(body: Mapping[str, Any]) -> Asked:
+def _asked(body: Mapping[str, Any]) -> SampleRequest:
     """How it is sampled. Raises ApiError, Refused."""
     for name in ("prompt_alt_tokens_k", "record_stability_info"):
         if body.get(name):
-            raise Refused(f"{name}: is not offered")
+            raise RefusedCall(f"{name}: is not offered")
     given = dict(field(body, "sampling_params", dict, {}))
     stop = given.pop("stop", None)
     ids: tuple[int, ...] = ()
     if isinstance(stop, list) and stop and all(type(one) is int for one in stop):
         ids, stop = tuple(stop), None
-    return Asked(
+    return SampleRequest(
         choices=number(body, "num_samples", 1, 1, MOST_SAMPLES, whole=True),
         max_tokens=number(given, "max_tokens", None, 1, 2**31 - 1, whole=True),
         stop_token_ids=ids,

@@ -31,7 +31,7 @@ from scalerl_jax.model.hf import load_hf
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.tinker import wire
 from scalerl_jax.tinker.store import Future, Store
-from scalerl_jax.tinker.wire import Refused
+from scalerl_jax.tinker.wire import RefusedCall
 
 _log = logging.getLogger(__name__)
 
@@ -49,12 +49,12 @@ def targets_of(lora: Mapping[str, Any], decoder: DecoderConfig) -> str:
     if lora.get("train_unembed", True) and not decoder.tied_embeddings:
         names.append("lm_head")
     if not names:
-        raise Refused("lora_config: it trains nothing")
+        raise RefusedCall("lora_config: it trains nothing")
     return ",".join(names)
 
 
 @dataclasses.dataclass
-class _Run:
+class _TrainingRun:
     """The run that has the mesh."""
 
     id: str
@@ -83,7 +83,7 @@ class Training:
         self._answered, self._fail = answered, fail
         self._something, self._over = threading.Event(), False
         self._trainers: dict[tuple[int, str, int], Trainer] = {}  # at most one
-        self._run: _Run | None = None
+        self._run: _TrainingRun | None = None
         self.holder = ""  # the run that has the mesh
         self._thread = threading.Thread(target=self._work, name="training", daemon=True)
 
@@ -137,7 +137,7 @@ class Training:
             run = self._taken_up(future.owner)
             answer, proto = self._compute(run, future)
         except (ValueError, FloatingPointError) as error:  # the client's
-            if not isinstance(error, Refused):
+            if not isinstance(error, RefusedCall):
                 _log.warning("%s call %d, %s: %s", future.owner, future.seq, future.kind, error)
             self._store.refuse(future, str(error), category="user")
         else:
@@ -146,7 +146,7 @@ class Training:
                 self._save(run, future.seq)
         self._answered(future)
 
-    def _compute(self, run: _Run, future: Future) -> tuple[Any, bool]:
+    def _compute(self, run: _TrainingRun, future: Future) -> tuple[Any, bool]:
         """(the answer, whether it is protobuf's)"""
         if future.kind == "forward_backward":
             return self._forward_backward(run, future.body), True
@@ -163,7 +163,7 @@ class Training:
 
     # ---- loading a run
 
-    def _taken_up(self, model: str) -> _Run:
+    def _taken_up(self, model: str) -> _TrainingRun:
         """Gives the run the mesh, and returns it."""
         if self._run is not None and self._run.id == model:
             return self._run
@@ -177,7 +177,7 @@ class Training:
         checkpoints = Checkpoints(self._place(model, "state"), keep=1)
         found = trainer.restore(checkpoints, begin=self._begin(trainer))
         saved = int(found.manifest["call"]) if found is not None else 0
-        run = _Run(model, trainer, checkpoints, saved, time.monotonic())
+        run = _TrainingRun(model, trainer, checkpoints, saved, time.monotonic())
         if found is None and "path" in body:
             self._load(run, body)
         for future in self._store.answered_after(model, saved):
@@ -186,7 +186,7 @@ class Training:
         _log.info("%s has the mesh, from call %d, in %.1f s", model, saved, time.monotonic() - began)
         return run
 
-    def _again(self, run: _Run, future: Future) -> None:
+    def _again(self, run: _TrainingRun, future: Future) -> None:
         """Repeats the state change of an answered call."""
         if future.kind == "optim_step":
             pending, run.pending = run.pending, None
@@ -213,11 +213,11 @@ class Training:
     def _begin(self, trainer: Trainer) -> Callable[[Any], Any]:
         return lambda dtype: load_hf(self._config.model.path, trainer.mesh, dtype)[1]
 
-    def _load(self, run: _Run, body: Mapping[str, Any]) -> None:
+    def _load(self, run: _TrainingRun, body: Mapping[str, Any]) -> None:
         """Loads the state saved under a path. Raises ValueError if there is none, or it is of another kind."""
         row = self._store.row("checkpoints", body["path"])
         if row is None or row["kind"] != "training" or newest_step(row["folder"]) is None:
-            raise Refused(f"path: {body['path']} is no checkpoint of a training run")
+            raise RefusedCall(f"path: {body['path']} is no checkpoint of a training run")
         there = Checkpoints(row["folder"], keep=1)
         found = run.trainer.restore(there, begin=self._begin(run.trainer))
         there.close()
@@ -236,7 +236,7 @@ class Training:
             run.checkpoints.close()
             run.trainer.state = {}
 
-    def _save(self, run: _Run, call: int, *, at_once: bool = False) -> None:
+    def _save(self, run: _TrainingRun, call: int, *, at_once: bool = False) -> None:
         if not at_once and time.monotonic() - run.saved_at < SAVE_SECONDS:
             return
         run.checkpoints.wait()
@@ -247,7 +247,7 @@ class Training:
 
     # ---- the calls
 
-    def _forward_backward(self, run: _Run, body: bytes) -> bytes:
+    def _forward_backward(self, run: _TrainingRun, body: bytes) -> bytes:
         asked = wire.pass_of(wire.parse(body), vocabulary=self._decoder.vocab_size, longest=self._longest)
         if asked.forward_only:
             logprobs = run.trainer.score(asked.segments)
@@ -258,12 +258,12 @@ class Training:
         counted = sum(int(np.count_nonzero(segment.weights)) for segment in asked.segments)
         return wire.output_of(logprobs, {"loss:sum": loss, "loss_tokens:sum": counted})
 
-    def _step(self, run: _Run, future: Future) -> dict[str, float]:
+    def _step(self, run: _TrainingRun, future: Future) -> dict[str, float]:
         given = future.fields.get("adam_params")
         if given is None:
-            raise Refused("optim_step: only adam_params are offered")
+            raise RefusedCall("optim_step: only adam_params are offered")
         if run.pending is None:
-            raise Refused("optim_step: there is no gradient: forward_backward comes first")
+            raise RefusedCall("optim_step: there is no gradient: forward_backward comes first")
         optimizer = OptimizerConfig(
             beta1=given["beta1"], beta2=given["beta2"], epsilon=given["eps"], weight_decay=given["weight_decay"],
             max_grad_norm=given["grad_clip_norm"],
@@ -277,13 +277,13 @@ class Training:
             raise
         return {"grad_norm:mean": sums["gradient_norm"], "micro_batches:sum": float(sums["micro_batches"])}
 
-    def _save_weights(self, run: _Run, future: Future) -> dict[str, Any]:
+    def _save_weights(self, run: _TrainingRun, future: Future) -> dict[str, Any]:
         body, path = future.fields, f"tinker://{run.id}/weights/{future.fields['path']}"
         folder = self._place(run.id, "weights", body["path"])
         there = self._store.row("checkpoints", path)
         if there is not None and json.loads(there["body"]).get("call") != future.seq:
             if not body.get("overwrite"):
-                raise Refused(f"path: {path} is there already")
+                raise RefusedCall(f"path: {path} is there already")
             shutil.rmtree(folder, ignore_errors=True)
         checkpoints = Checkpoints(folder, keep=1)
         run.trainer.save(checkpoints, future.seq, manifest={"call": future.seq}, arrays={})
@@ -291,7 +291,7 @@ class Training:
         self._keep(run, path, "training", folder, future)
         return {"path": path, "type": "save_weights"}
 
-    def _save_for_sampler(self, run: _Run, future: Future) -> dict[str, Any]:
+    def _save_for_sampler(self, run: _TrainingRun, future: Future) -> dict[str, Any]:
         body = future.fields
         name, number = body.get("path"), body.get("sampling_session_seq_id")
         folder = self._place(run.id, "sampler_weights", name) if name else self._place(run.id, "snapshots", future.seq)
@@ -319,7 +319,7 @@ class Training:
             answer["sampling_session_id"] = sampler
         return answer
 
-    def _keep(self, run: _Run, path: str, kind: str, folder: str, future: Future) -> None:
+    def _keep(self, run: _TrainingRun, path: str, kind: str, folder: str, future: Future) -> None:
         size = sum(os.path.getsize(os.path.join(at, file)) for at, _, files in os.walk(folder) for file in files)
         body, ttl = future.fields, future.fields.get("ttl_seconds")
         self._store.put(

@@ -50,7 +50,7 @@ _NOT_OFFERED = ("stable_reinforce", "custom")
 _EMPTY = -99999.0  # the log-prob where there is no token
 
 
-class Refused(ValueError):
+class RefusedCall(ValueError):
     """The request cannot be done; the text is for the client."""
 
 
@@ -68,14 +68,14 @@ def parse(body: bytes) -> pb.ForwardBackwardRequest:
     try:
         return pb.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
-        raise Refused(f"the body is no ForwardBackwardRequest: {error}") from None
+        raise RefusedCall(f"the body is no ForwardBackwardRequest: {error}") from None
 
 
 def pass_of(request: pb.ForwardBackwardRequest, *, vocabulary: int, longest: int) -> Pass:
     """longest: tokens of a segment. Raises Refused, naming the datum at fault."""
     objective = objective_of(request)
     if not request.data:
-        raise Refused("data: there is none")
+        raise RefusedCall("data: there is none")
     segments = [
         _segment(
             f"data[{i}]",
@@ -95,18 +95,18 @@ def objective_of(request: pb.ForwardBackwardRequest) -> ObjectiveConfig:
     name, numbers = request.loss_fn, dict(request.loss_fn_config)
     if name not in _NUMBERS:
         why = "is not offered" if name in _NOT_OFFERED else "is not known"
-        raise Refused(f"loss_fn: {name!r} {why}; there are {', '.join(_NUMBERS)}")
+        raise RefusedCall(f"loss_fn: {name!r} {why}; there are {', '.join(_NUMBERS)}")
     for key, value in request.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
-            raise Refused(f"loss_fn_config: {key} must be a number")
+            raise RefusedCall(f"loss_fn_config: {key} must be a number")
         numbers[key] = value.number
     known = _NUMBERS[name]
     for key, value in numbers.items():
         if key not in known:
             has = f" (it has {', '.join(known)})" if known else ""
-            raise Refused(f"loss_fn_config: {name} has no {key}{has}")
+            raise RefusedCall(f"loss_fn_config: {name} has no {key}{has}")
         if not 0 <= value <= _NO_BOUND:
-            raise Refused(f"loss_fn_config: {key} is {value:g}, and must be from 0 to {_NO_BOUND:g}")
+            raise RefusedCall(f"loss_fn_config: {key} is {value:g}, and must be from 0 to {_NO_BOUND:g}")
     if name == "cross_entropy":
         return ObjectiveConfig(loss="reinforce")
     if name == "importance_sampling":
@@ -117,12 +117,12 @@ def objective_of(request: pb.ForwardBackwardRequest) -> ObjectiveConfig:
     low, high = numbers[_LOW], numbers[_HIGH]
     if name == "cispo":
         if low:
-            raise Refused(f"loss_fn_config: {_LOW} is {low:g}, and of cispo only 0 is offered")
+            raise RefusedCall(f"loss_fn_config: {_LOW} is {low:g}, and of cispo only 0 is offered")
         if not high:
-            raise Refused(f"loss_fn_config: {_HIGH} must be above 0")
+            raise RefusedCall(f"loss_fn_config: {_HIGH} must be above 0")
         return ObjectiveConfig(loss="cispo", max_ratio=high)
     if not low <= 1 <= high:
-        raise Refused(f"loss_fn_config: the thresholds must be around 1, and are {low:g} and {high:g}")
+        raise RefusedCall(f"loss_fn_config: the thresholds must be around 1, and are {low:g} and {high:g}")
     return ObjectiveConfig(loss="gspo" if name == "gspo" else "clip", clip_low=1 - low, clip_high=high - 1)
 
 
@@ -132,62 +132,62 @@ def _segment(where: str, datum: pb.Datum, loss: str, *, forward_only: bool, voca
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("kind")
         if kind != "encoded_text":
-            raise Refused(f"{where}.model_input: only chunks of encoded_text are offered")
+            raise RefusedCall(f"{where}.model_input: only chunks of encoded_text are offered")
         tokens.append(_array(f"{where}.model_input", chunk.encoded_text.tokens, np.int32))
     inputs = np.concatenate(tokens) if tokens else np.zeros(0, np.int32)
     if not len(inputs):
-        raise Refused(f"{where}.model_input: there is no token")
+        raise RefusedCall(f"{where}.model_input: there is no token")
     if len(inputs) + 1 > longest:
-        raise Refused(f"{where}: {len(inputs)} tokens, and at most {longest - 1} are offered (--maximum_tokens)")
+        raise RefusedCall(f"{where}: {len(inputs)} tokens, and at most {longest - 1} are offered (--maximum_tokens)")
     given = dict(datum.loss_fn_inputs)
 
     def tensor(name: str) -> np.ndarray:
         if name not in given:
-            raise Refused(f"{where}.loss_fn_inputs: {loss} needs {name}")
+            raise RefusedCall(f"{where}.loss_fn_inputs: {loss} needs {name}")
         return _tensor(f"{where}.loss_fn_inputs.{name}", given.pop(name), len(inputs))
 
     targets = tensor("target_tokens").astype(np.int64)
     whole = np.concatenate([inputs, targets[-1:]])
     if whole.min() < 0 or whole.max() >= vocabulary:
-        raise Refused(f"{where}: token ids are from 0 to {vocabulary - 1}")
+        raise RefusedCall(f"{where}: token ids are from 0 to {vocabulary - 1}")
     if loss == "cross_entropy":
         advantages, logprobs = tensor("weights"), np.zeros(len(inputs), np.float32)
     else:
         advantages, logprobs = tensor("advantages"), tensor("logprobs")
     follows = targets[:-1] == inputs[1:]  # a token without loss may have any target: several recipes have 0 there
     if not np.all(follows if forward_only else follows | (advantages[:-1] == 0)):
-        raise Refused(f"{where}.target_tokens: only the tokens that follow the inputs are offered as targets")
+        raise RefusedCall(f"{where}.target_tokens: only the tokens that follow the inputs are offered as targets")
     weights = (advantages != 0).astype(np.float32)
     if loss == "gspo" and "sequence_ratio_mask" in given:
         mask = tensor("sequence_ratio_mask")
         if np.any(advantages[mask == 0] != 0):
-            raise Refused(f"{where}.sequence_ratio_mask: it leaves out tokens that have an advantage")
+            raise RefusedCall(f"{where}.sequence_ratio_mask: it leaves out tokens that have an advantage")
         weights = (mask != 0).astype(np.float32)
     given.pop("mask", None)  # several clients send it with the advantages, which it is already multiplied into
     if given:
-        raise Refused(f"{where}.loss_fn_inputs: {loss} does not take {', '.join(sorted(given))}")
+        raise RefusedCall(f"{where}.loss_fn_inputs: {loss} does not take {', '.join(sorted(given))}")
     parts = [np.concatenate([[0], part]).astype(np.float32) for part in (weights, advantages, logprobs)]
     return Segment(whole.astype(np.int32), parts[0], parts[1], parts[2])
 
 
 def _array(where: str, data: bytes, dtype: Any) -> np.ndarray:
     if len(data) % np.dtype(dtype).itemsize:
-        raise Refused(f"{where}: {len(data)} bytes are no whole number of items")
+        raise RefusedCall(f"{where}: {len(data)} bytes are no whole number of items")
     return np.frombuffer(data, dtype)
 
 
 def _tensor(where: str, tensor: pb.Tensor, length: int) -> np.ndarray:
     """[length], finite."""
     if tensor.WhichOneof("data") == "sparse_csr":
-        raise Refused(f"{where}: sparse tensors, as of several targets for a token, are not offered")
+        raise RefusedCall(f"{where}: sparse tensors, as of several targets for a token, are not offered")
     if tensor.dtype not in _DTYPES:
-        raise Refused(f"{where}: its dtype is not known")
+        raise RefusedCall(f"{where}: its dtype is not known")
     values = _array(where, tensor.dense, _DTYPES[tensor.dtype])
     if values.shape != (length,) or list(tensor.shape) not in ([], [length]):
         shape = list(tensor.shape) or [len(values)]
-        raise Refused(f"{where}: its shape is {shape}, and must be [{length}], a number for each token")
+        raise RefusedCall(f"{where}: its shape is {shape}, and must be [{length}], a number for each token")
     if not np.all(np.isfinite(values.astype(np.float64))):
-        raise Refused(f"{where}: some are not finite")
+        raise RefusedCall(f"{where}: some are not finite")
     return values
 
 

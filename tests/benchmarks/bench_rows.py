@@ -19,7 +19,7 @@ import numpy as np
 from absl import app, flags
 
 from scalerl_jax.config import Config
-from scalerl_jax.environments.data.decontamination import Evaluations
+from scalerl_jax.environments.data.decontamination import EvaluationPrompts
 from scalerl_jax.environments.data.reader import Reader
 from scalerl_jax.environments.load import load_rows
 from scalerl_jax.environments.tokenizer import make_tokenizer
@@ -60,7 +60,9 @@ def main(_: list[str]) -> None:
         rows = timed("load them: train, held out, token ids", lambda: load_rows(config, tokenizer))
         assert read == FLAGS.rows and len(rows.train) + len(rows.held_out) == read
         train = [row.text for row in rows.train[:50_000]]
-        evaluations = timed("1,000 evaluation prompts", lambda: Evaluations({"set": [text() for _ in range(1000)]}))
+        evaluations = timed(
+            "1,000 evaluation prompts", lambda: EvaluationPrompts({"set": [text() for _ in range(1000)]})
+        )
         timed(f"{len(train):,} prompts against them", lambda: [evaluations.has(one, "") for one in train])
 
 

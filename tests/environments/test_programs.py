@@ -7,7 +7,7 @@ from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.environments import programs
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.made_problems import is_held_out
-from scalerl_jax.environments.programs import NEGATE, OPERATORS, Operation, Problem
+from scalerl_jax.environments.programs import NEGATE, OPERATORS, Operation, ProgramProblem
 from tests.environments.sandboxes import needs_bubblewrap
 
 PHRASE = "Time is up. </think>"
@@ -24,7 +24,7 @@ def some(count=60, **fields):
 
 def test_a_problem_reads_like_this():
     operations = (Operation("add", 3), Operation(NEGATE), Operation("mod", 7))
-    problem = Problem(operations, (10, -3))
+    problem = ProgramProblem(operations, (10, -3))
     assert problem.text == "add 3,neg,mod 7:"
     assert problem.program == "x=int(input());x+=3;x=-x;x%=7;print(x)"
     assert problem.cases == [["10\n", ["1"]], ["-3\n", ["0"]]]
@@ -41,7 +41,7 @@ def test_outputs_are_those_of_the_program():
 def test_every_operation_counts():
     for problem in some(maximum_terms=6):
         for i in range(len(problem.operations)):
-            shorter = Problem(problem.operations[:i] + problem.operations[i + 1 :], problem.inputs)
+            shorter = ProgramProblem(problem.operations[:i] + problem.operations[i + 1 :], problem.inputs)
             assert shorter.cases != problem.cases, (problem, i)
 
 

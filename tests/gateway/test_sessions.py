@@ -20,7 +20,7 @@ from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.gateway.agents import completions_of
 from scalerl_jax.gateway.chat import Chat
 from scalerl_jax.gateway.journal import Journal
-from scalerl_jax.gateway.sessions import Branch, Call, Session, SessionOver, Turn, branches
+from scalerl_jax.gateway.sessions import Branch, ClientRequest, Session, SessionOver, Turn, branches
 from tests.support.chat_folders import chat_folder
 
 WORDS = ("Two and two: ", "2+2=4.", "reason ", "é", "boxed", " step\n", "<tool_call>{}</tool_call>")
@@ -33,7 +33,7 @@ class Client:
         self.chat, self.rng = chat, rng
         self.session = Session("s", journal=journal)
         self.fed: list[tuple[np.ndarray, Completion]] = []
-        self.asked: list[Call] = []  # of each turn
+        self.asked: list[ClientRequest] = []  # of each turn
 
     async def generate(self, prompt: np.ndarray, name: str, index: int, seed: int) -> tuple[Completion, str]:
         await asyncio.sleep(0)
@@ -56,7 +56,7 @@ class Client:
         self.fed = [(fed, cut if made is completion else made) for fed, made in self.fed]
         return cut, self.chat.message(prompt, cut, text, tools=True), stop
 
-    async def ask(self, call: Call) -> tuple[Turn, ...]:
+    async def ask(self, call: ClientRequest) -> tuple[Turn, ...]:
         turns = await self.session.ask(call, chat=self.chat, generate=self.generate, read=self.read)
         self.asked += [call] * (len(self.session.turns) - len(self.asked))
         return turns
@@ -92,7 +92,7 @@ class Client:
             if rng.random() < 0.1 and self.session.turns:  # tokens, as some clients ask
                 path = self.session.path(rng.randrange(len(self.session.turns)))
                 prompt = np.concatenate([path[: rng.randint(1, len(path))], np.asarray([3, 4], np.int32)])
-            call = Call(str(number), tuple(messages), prompt=prompt, choices=rng.choice([1, 1, 3]))
+            call = ClientRequest(str(number), tuple(messages), prompt=prompt, choices=rng.choice([1, 1, 3]))
             histories += [[*messages, dict(turn.message)] for turn in await self.ask(call)]
 
 
@@ -187,7 +187,7 @@ def test_branches_over_thousands_of_edits(chat: Chat, seed: int) -> None:
     run(chat, seed, 40)
 
 
-def ask(client: Client, *calls: Call) -> list[tuple[Turn, ...]]:
+def ask(client: Client, *calls: ClientRequest) -> list[tuple[Turn, ...]]:
     async def all_of_them() -> list[tuple[Turn, ...]]:
         return [await client.ask(call) for call in calls]
 
@@ -201,13 +201,13 @@ def test_the_next_turn_begins_with_the_path_and_the_separator(chat: Chat) -> Non
     tokenizer, turn, tried = chat.tokenizer, None, 0
     while turn is None or turn.finish_reason != "stop" or "reasoning_content" not in turn.message or turn.stop:
         client = Client(chat, random.Random(tried))
-        ((turn,),) = ask(client, Call("1", (USER,)))
+        ((turn,),) = ask(client, ClientRequest("1", (USER,)))
         tried += 1
     bare = {name: value for name, value in turn.message.items() if name != "reasoning_content"}
     for number, said in enumerate(
         [turn.message, bare, {**bare, "reasoning_content": "other"}, {**bare, "content": "5"}]
     ):
-        ((then,),) = ask(client, Call(f"then {number}", (USER, said, {"role": "user", "content": "So?"})))
+        ((then,),) = ask(client, ClientRequest(f"then {number}", (USER, said, {"role": "user", "content": "So?"})))
         assert then.parent == (turn.turn_id if number < 2 else None)
         if number < 2:
             assert tokenizer.decode(then.added.tolist()) == (
@@ -218,19 +218,20 @@ def test_the_next_turn_begins_with_the_path_and_the_separator(chat: Chat) -> Non
 def test_thinking_of_others_is_part_of_the_history(chat: Chat) -> None:
     client = Client(chat, random.Random(2))
     others = [{"role": "assistant", "content": "4", "reasoning_content": thinking} for thinking in ("a", "b")]
-    ((turn,),) = ask(client, Call("1", (USER, others[0], USER)))
+    ((turn,),) = ask(client, ClientRequest("1", (USER, others[0], USER)))
     parents = [
-        ask(client, Call(other["reasoning_content"], (USER, other, USER, turn.message, USER))) for other in others
+        ask(client, ClientRequest(other["reasoning_content"], (USER, other, USER, turn.message, USER)))
+        for other in others
     ]
     assert [then.parent for ((then,),) in parents] == [turn.turn_id, None]
 
 
 def test_siblings_and_other_tools_begin_at_their_own_node(chat: Chat) -> None:
     client = Client(chat, random.Random(5))
-    ((first, second, third),) = ask(client, Call("1", (USER,), choices=3))
+    ((first, second, third),) = ask(client, ClientRequest("1", (USER,), choices=3))
     assert [turn.index for turn in (first, second, third)] == [0, 1, 2] and first.parent is None
     assert len(branches(client.session.turns)) == 3
-    ((then,),) = ask(client, Call("2", (USER, second.message, USER)))
+    ((then,),) = ask(client, ClientRequest("2", (USER, second.message, USER)))
     assert then.parent == second.turn_id
 
 
@@ -239,17 +240,17 @@ def test_what_is_asked_for_again_is_sampled_once(chat: Chat, again: dict[str, An
     client = Client(chat, random.Random(7))
 
     async def dropped() -> tuple[Turn, ...]:
-        first = asyncio.ensure_future(client.ask(Call("1", (USER,), key=again.get("key", ""))))
+        first = asyncio.ensure_future(client.ask(ClientRequest("1", (USER,), key=again.get("key", ""))))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         first.cancel()  # the connection is gone, and the turn goes on
-        turns = await client.ask(Call("1", (USER,), **again))
-        assert await client.ask(Call("1", (USER,), **again)) is turns
+        turns = await client.ask(ClientRequest("1", (USER,), **again))
+        assert await client.ask(ClientRequest("1", (USER,), **again)) is turns
         return turns
 
     turns = asyncio.run(dropped())
     assert client.session.turns == list(turns) and len(client.fed) == 1
-    ask(client, Call("1", (USER,)))  # asked for anew
+    ask(client, ClientRequest("1", (USER,)))  # asked for anew
     assert len(client.fed) == 2
 
 
@@ -262,16 +263,16 @@ def test_what_fails_is_sampled_again(chat: Chat) -> None:
 
     client.generate = fail  # type: ignore[method-assign]
     with pytest.raises(ConnectionError):
-        ask(client, Call("1", (USER,), key="k", choices=2))
+        ask(client, ClientRequest("1", (USER,), key="k", choices=2))
     client.generate = whole  # type: ignore[method-assign]
-    assert len(ask(client, Call("1", (USER,), key="k", retry=True, choices=2))[0]) == 2
+    assert len(ask(client, ClientRequest("1", (USER,), key="k", retry=True, choices=2))[0]) == 2
 
 
 def test_a_journal_answers_what_it_has_and_goes_on(chat: Chat, tmp_path: pathlib.Path) -> None:
     path = str(tmp_path / "s.journal")
     before = Client(chat, random.Random(11), journal=Journal(path))
     asyncio.run(before.edits(6))
-    calls = [Call("a", (USER,)), Call("a", (USER,)), Call("b", (USER,), choices=2, key="k")]
+    calls = [ClientRequest("a", (USER,)), ClientRequest("a", (USER,)), ClientRequest("b", (USER,), choices=2, key="k")]
     answered = ask(before, *calls)
     before.session.close()
     with open(path, "ab") as file:
@@ -285,7 +286,7 @@ def test_a_journal_answers_what_it_has_and_goes_on(chat: Chat, tmp_path: pathlib
     ]
     assert not after.fed
     last = answered[0][0]
-    ((then,),) = ask(after, Call("c", (USER, last.message, USER)))
+    ((then,),) = ask(after, ClientRequest("c", (USER, last.message, USER)))
     assert then.turn_id == len(before.session.turns) and then.parent is not None
     after.session.end()
     over = Session("s", journal=Journal(path))
@@ -307,7 +308,7 @@ def test_a_session_may_be_closed_while_a_record_is_written(chat: Chat, tmp_path:
     async def close() -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: faults.append(context))
-        asked = asyncio.ensure_future(client.ask(Call("1", (USER,))))
+        asked = asyncio.ensure_future(client.ask(ClientRequest("1", (USER,))))
         await asyncio.to_thread(begun.wait, 60)
         client.session.close()
         closed.set()
@@ -341,14 +342,14 @@ def test_a_damaged_journal_is_named(tmp_path: pathlib.Path) -> None:
 def test_a_session_has_an_end(chat: Chat) -> None:
     client = Client(chat, random.Random(1))
     client.session = Session("s", most_turns=2)
-    ask(client, Call("1", (USER,)))
+    ask(client, ClientRequest("1", (USER,)))
     with pytest.raises(SessionOver, match="has 1 turns, and 2 may be"):
-        ask(client, Call("2", (USER,), choices=2))
-    ((turn,),) = ask(client, Call("2", (USER,)))
+        ask(client, ClientRequest("2", (USER,), choices=2))
+    ((turn,),) = ask(client, ClientRequest("2", (USER,)))
     client.session.end()
     with pytest.raises(SessionOver, match="is over"):
-        ask(client, Call("3", (USER,)))
-    assert ask(client, Call("2", (USER,), retry=True)) == [(turn,)]
+        ask(client, ClientRequest("3", (USER,)))
+    assert ask(client, ClientRequest("2", (USER,), retry=True)) == [(turn,)]
 
 
 def test_a_stop_string_keeps_the_tokens_up_to_the_one_that_completes_it(chat: Chat) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_server.engines.engine import EngineInfo
-from rollout_server.weight_store import FullSyncNeeded, WeightStore
+from rollout_server.weight_store import BaseNotHeld, WeightStore
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk
 from scalerl_jax.contract.codec import Version
@@ -152,5 +152,5 @@ def test_a_delta_from_a_version_that_is_not_held_asks_for_a_full_sync(held: Vers
     store.held = Version(5, 1)
     store.check_base(header)
     store.held = held
-    with pytest.raises(FullSyncNeeded, match="the delta starts from step 1 of incarnation 5, the host copy holds"):
+    with pytest.raises(BaseNotHeld, match="the delta starts from step 1 of incarnation 5, the host copy holds"):
         store.check_base(header)

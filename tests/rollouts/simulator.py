@@ -22,8 +22,8 @@ import numpy as np
 from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments import Row
 from scalerl_jax.environments.base import RIGHT, WRONG
-from scalerl_jax.environments.episode import AgentRun, Outcome, Part, Trajectory
-from scalerl_jax.rollouts.group_buffer import Call, GroupBuffer, GroupInFlight, Process, RolloutRequest
+from scalerl_jax.environments.episode import AgentRun, Outcome, SampledPart, Trajectory
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, Process, RolloutRequest, TurnRequest
 from scalerl_jax.rollouts.pacing import Pacing
 
 CHUNK = 4  # tokens
@@ -249,7 +249,7 @@ class Simulation:
         at_once = min(left, 1 if left != 2 else 2)
         if not at_once:
             branches = tuple(dataclasses.replace(c, prompt=np.ones(1, np.int32)) for c, _ in had)
-            parts = tuple((Part(process, len(completion.token_ids)),) for completion, process in had)
+            parts = tuple((SampledPart(process, len(completion.token_ids)),) for completion, process in had)
             nothing = Completion(0, "", 0, np.zeros(0, np.int32), np.zeros(0, np.float32), (), (), "stop")
             score = run.finish(Outcome(branches or (nothing,), parts or ((),), RIGHT), group_id=group.group_id)
             self.buffer.scored(group, run, score, now=self.now)
@@ -265,7 +265,7 @@ class Simulation:
 
         for place, answer in enumerate(answers):
             answer.add_done_callback(answered)
-            call = Call(run, group.group_id, had[-1][1] if had else None, None, answer)
+            call = TurnRequest(run, group.group_id, had[-1][1] if had else None, None, answer)
             name = f"{run.index}/{before + place}"
             self.buffer.add_call(group, call, Row(""), name, CompletionRequest(run.index, before))
 

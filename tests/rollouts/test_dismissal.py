@@ -8,7 +8,7 @@ import pytest
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.learner.batch import sums_of
 from scalerl_jax.rollouts.group_buffer import Process
-from scalerl_jax.rollouts.parity import FEWEST_TOKENS, Judge, Parity, Scored
+from scalerl_jax.rollouts.parity import FEWEST_TOKENS, LogprobJudge, Parity, Scored
 from scalerl_jax.rollouts.servers.client import PROBE_FAILED
 from scalerl_jax.rollouts.servers.server_state import Probed
 from scalerl_jax.rollouts.servers.validate_status import Expected, FleetError
@@ -285,7 +285,7 @@ def test_a_lying_server_is_found_by_what_it_delivers(start):
     servers = start({**BRISK, "faults": "shifted_logprobs:60:-0.5"}, BRISK)
     with Trainer(config(), servers) as trainer:
         trainer.admit_all()
-        judge, trained = Judge(trainer.config.parity, mean_limit=1e-3), 0
+        judge, trained = LogprobJudge(trainer.config.parity, mean_limit=1e-3), 0
         while trainer.states()[servers[0].address] == "active":
             groups = trainer.fleet.batch(trainer.version, trainer.wait)
             places = [(g, i) for g in groups for i in range(len(g.completions))]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments.base import RIGHT, WRONG, Row
 from scalerl_jax.environments.episode import AgentRun, Trajectory
-from scalerl_jax.rollouts.group_buffer import Call, GroupBuffer, GroupInFlight, Process, RolloutRequest, finished
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, Process, RolloutRequest, TurnRequest, finished
 from scalerl_jax.rollouts.pacing import Pacing, Phased, Pipeline
 from tests.rollouts.simulator import Faults, Simulation
 
@@ -158,7 +158,7 @@ def test_an_agent_of_which_a_turn_is_taken_back_begins_again():
     def call(run: AgentRun, name: str, after: Process | None = None) -> Future:
         answer: Future = Future()
         buffer.add_call(
-            group, Call(run, "session", after, None, answer), Row(""), name, CompletionRequest(run.index, 9)
+            group, TurnRequest(run, "session", after, None, answer), Row(""), name, CompletionRequest(run.index, 9)
         )
         return answer
 

@@ -14,7 +14,7 @@ from scalerl_jax.config import Config, ParityConfig
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.learner.batch import RATIO_CAP, Sums, sums_of
 from scalerl_jax.rollouts.group_buffer import Process
-from scalerl_jax.rollouts.parity import Judge, Parity, Scored, comparable
+from scalerl_jax.rollouts.parity import LogprobJudge, Parity, Scored, comparable
 from scalerl_jax.rollouts.servers.validate_status import Expected
 
 EXPECTED = Expected(tokenizer_fingerprint="a", model_config="{}", sync_dtype="float32")
@@ -61,8 +61,8 @@ def group(rng, process: Process, number: int, *, drift: float, lie=honest, token
     return out
 
 
-def make(**fields) -> Judge:
-    return Judge(ParityConfig(**fields), mean_limit=1e-3)
+def make(**fields) -> LogprobJudge:
+    return LogprobJudge(ParityConfig(**fields), mean_limit=1e-3)
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.03, 0.1, 0.3])
@@ -183,7 +183,7 @@ def test_who_allows_more_at_the_meeting_allows_it_here():
     """The limits of tests whose servers sample from nothing."""
     rng = np.random.default_rng(5)
     for lie in LIES.values():
-        judge = Judge(ParityConfig(), mean_limit=100.0)
+        judge = LogprobJudge(ParityConfig(), mean_limit=100.0)
         assert judge.judge([s for n in range(20) for s in group(rng, LIAR, n, drift=0.0, lie=lie)]) == []
 
 
@@ -232,7 +232,7 @@ def test_where_sampling_is_not_from_the_policy_itself_nothing_is_judged():
     for changes in ({"temperature": 0.2}, {"top_p": 0.9}, {"top_k": 1}):
         other = dataclasses.replace(rollout, **changes)
         assert not comparable(other)
-        judge = Judge(ParityConfig(), mean_limit=1e-3, judges=comparable(other))
+        judge = LogprobJudge(ParityConfig(), mean_limit=1e-3, judges=comparable(other))
         assert judge.judge(at_temperature(0.2)) == []
         assert not any(judge.chosen(f"train/{number}", 0) for number in range(400))  # nor is anything scored for it
 

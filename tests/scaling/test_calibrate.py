@@ -221,5 +221,5 @@ def test_judged_in_a_table(on_the_law):
     said = judged.identified_sentence(three, sigmoids, 0.7)
     named = sum(one.identified for case, one in zip(three, sigmoids) if case.fraction == 0.7)
     assert said.startswith(f"from 70%: A is called identified in {named} of 3; ")
-    assert judged.Sigmoid((), 0.0, 0.0, 0.0, True, 0.6, (0.59, 0.61), 0.62).missed
-    assert not judged.Sigmoid((), 0.0, 0.0, 0.0, False, 0.6, (0.59, 0.61), 0.62).missed
+    assert judged.SigmoidForecast((), 0.0, 0.0, 0.0, True, 0.6, (0.59, 0.61), 0.62).missed
+    assert not judged.SigmoidForecast((), 0.0, 0.0, 0.0, False, 0.6, (0.59, 0.61), 0.62).missed

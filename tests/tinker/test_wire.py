@@ -9,7 +9,7 @@ import pytest
 from scalerl_jax.learner.packing import Segment
 from scalerl_jax.tinker import tinker_pb2 as pb
 from scalerl_jax.tinker import wire
-from scalerl_jax.tinker.wire import Refused
+from scalerl_jax.tinker.wire import RefusedCall
 
 VOCABULARY, LONGEST = 50, 16
 FIELDS = {  # of the client's own messages: an update of it must not move them
@@ -148,14 +148,14 @@ GOOD = {"logprobs": BEFORE[1], "advantages": ADVANTAGES[1]}
     ],
 )
 def test_what_is_refused_is_named(asked: pb.ForwardBackwardRequest, told: str) -> None:
-    with pytest.raises(Refused, match=told):
+    with pytest.raises(RefusedCall, match=told):
         read(asked)
 
 
 def test_targets_that_do_not_follow_are_refused() -> None:
     other = datum(TOKENS[0], weights=[1.0] * 4)
     other.loss_fn_inputs["target_tokens"].CopyFrom(tensor([2, 3, 9, 5], np.int64))
-    with pytest.raises(Refused, match="only the tokens that follow"):
+    with pytest.raises(RefusedCall, match="only the tokens that follow"):
         read(request("cross_entropy", other))
     # Where there is no loss a backward pass takes any, which recipes fill up with 0; a forward pass is for all of them.
     other.loss_fn_inputs["weights"].CopyFrom(tensor([1, 1, 0, 1]))
@@ -163,7 +163,7 @@ def test_targets_that_do_not_follow_are_refused() -> None:
     asked = request("cross_entropy", other)
     assert read(asked).segments[0].tokens.tolist() == TOKENS[0]
     asked.forward_only = True
-    with pytest.raises(Refused, match="only the tokens that follow"):
+    with pytest.raises(RefusedCall, match="only the tokens that follow"):
         read(asked)
 
 

@@ -184,7 +184,7 @@ def fit_prefix(keys: Caches, values: Caches, *, length: int, keys_last: bool) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class KeptTurn:
     tokens: np.ndarray  # [known] int32: the tokens of these keys and values
     prefix: Prefix
     experts: np.ndarray | None  # [known, layers, experts per token], if the turn recorded them
@@ -195,7 +195,7 @@ class Kept:
         return sum(array.nbytes for array in jax.tree.leaves((self.prefix, self.experts)))
 
 
-class Sessions:
+class SessionCaches:
     """The prefixes of one incarnation's weights, as long as memory allows; call `clear` for another incarnation.
 
     A prefix is a copy of a slot's keys and values, so no slot is occupied while an environment runs. The oldest one is
@@ -205,10 +205,10 @@ class Sessions:
     def __init__(self, limit: int):
         """limit: bytes to keep."""
         self.limit = limit
-        self._kept: collections.OrderedDict[tuple[str, int], Kept] = collections.OrderedDict()  # oldest first
+        self._kept: collections.OrderedDict[tuple[str, int], KeptTurn] = collections.OrderedDict()  # oldest first
         self._bytes = 0
 
-    def store(self, sequence: Sequence, kept: Kept) -> None:
+    def store(self, sequence: Sequence, kept: KeptTurn) -> None:
         """Keeps a prefix for the turn after `sequence`."""
         self._drop(_name(sequence))
         self._kept[_name(sequence)] = kept
@@ -216,7 +216,7 @@ class Sessions:
         while self._kept and self._bytes > self.limit:
             self._drop(next(iter(self._kept)))
 
-    def pop(self, sequence: Sequence) -> Kept | None:
+    def pop(self, sequence: Sequence) -> KeptTurn | None:
         """Removes and returns the prefix from which the sequence can continue, or None."""
         request, kept = sequence.request, self._drop(_name(sequence))
         if kept is None or len(kept.tokens) >= len(request.prompt):
@@ -229,7 +229,7 @@ class Sessions:
         self._kept.clear()
         self._bytes = 0
 
-    def _drop(self, name: tuple[str, int]) -> Kept | None:
+    def _drop(self, name: tuple[str, int]) -> KeptTurn | None:
         kept = self._kept.pop(name, None)
         self._bytes -= kept.bytes if kept is not None else 0
         return kept

@@ -59,7 +59,7 @@ NO_TOKEN = -1  # in padded lists of tokens; no token of a vocabulary
 
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class DecodeSettings:
     """The settings of a slot, from its request."""
 
     seed: Any  # [B, 2] uint32
@@ -88,7 +88,7 @@ class State:
     left: jax.Array  # [B] int32: sampled tokens left of the phase's budget
     cursor: jax.Array  # [B] int32: into the phrase
     recent: jax.Array  # [B, E] int32: the last tokens sampled
-    settings: Settings
+    settings: DecodeSettings
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -104,9 +104,9 @@ class Output:
     experts: jax.Array | None  # [N, W, L, k] uint8 | uint16: of the token fed, not the one sampled
 
 
-def empty_settings(slots: int) -> Settings:
+def empty_settings(slots: int) -> DecodeSettings:
     """Empty settings on the host, to be filled row by row."""
-    return Settings(
+    return DecodeSettings(
         seed=np.zeros((slots, 2), np.uint32),
         temperature=np.ones(slots, np.float32),
         top_k=np.zeros(slots, np.int32),
@@ -253,7 +253,7 @@ def _together(chosen: list[Any], config: DecoderConfig) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def insert(
-    state: State, prefix: tuple[Caches, Caches], slots: jax.Array, numbers: jax.Array, settings: Settings
+    state: State, prefix: tuple[Caches, Caches], slots: jax.Array, numbers: jax.Array, settings: DecodeSettings
 ) -> State:
     """Makes completions of one prompt live.
 

@@ -122,7 +122,7 @@ def _top(logit: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return found, jnp.take_along_axis(likely, places // BLOCK, axis=1) * BLOCK + places % BLOCK
 
 
-class Scorer:
+class SequenceScorer:
     """Computes scores; not thread-safe. Programs for log-probabilities alone are compiled at the start; those for top
     ids and targets, by powers of two of their number, when first requested."""
 
@@ -183,14 +183,14 @@ def precision_of(options: EngineOptions) -> Precision:
 
 def device_parts(
     options: EngineOptions, config: DecoderConfig, precision: DecodePrecision, *, allocated: bool = True
-) -> tuple[SlotPool, Scorer]:
+) -> tuple[SlotPool, SequenceScorer]:
     """All that computes on the device. allocated: as in SlotPool."""
     longest = min(options.maximum_tokens, config.max_positions)
     pool = SlotPool(
         config, precision, slots=options.slots, maximum=longest, steps=options.decode_chunk,
         router_replay=options.router_replay, allocated=allocated,
     )  # fmt: skip
-    return pool, Scorer(config, precision, longest=longest)
+    return pool, SequenceScorer(config, precision, longest=longest)
 
 
 def of_model(

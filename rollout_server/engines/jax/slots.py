@@ -26,8 +26,8 @@ import jax
 import numpy as np
 
 from rollout_server.engines.jax import caches, decode
-from rollout_server.engines.jax.caches import Kept, Prefix, Sessions
-from rollout_server.engines.jax.decode import Output, Settings
+from rollout_server.engines.jax.caches import KeptTurn, Prefix, SessionCaches
+from rollout_server.engines.jax.decode import DecodeSettings, Output
 from rollout_server.engines.jax.programs import Kind, Program, Programs, buckets, side_by_side, widths
 from rollout_server.engines.jax.weights import DecodePrecision, DecodeWeights
 from rollout_server.engines.sequence import Sequence
@@ -48,7 +48,7 @@ _FILTER_BYTES = 3 * 4  # a filter's bytes per slot and token of the vocabulary, 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Chunk:
+class _DecodedChunk:
     """A chunk in flight."""
 
     output: Output
@@ -71,7 +71,7 @@ class SlotPool:
         """router_replay: records experts for sequences whose request asks for them. allocated: whether to allocate
         caches; without them it can only compile."""
         self.slots = slots
-        self.sessions = Sessions(0)
+        self.sessions = SessionCaches(0)
         self.prefills = 0
         self._config, self._precision = config, precision
         self._steps, self._maximum = steps, maximum
@@ -101,7 +101,7 @@ class SlotPool:
         self._extensions: dict[tuple[int, int], Future[Program]] = {}  # by positions of the prefix, and tokens
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="extension-compiling")
         self._reach = np.zeros(slots, np.int64)  # the next position fed, after all chunks started
-        self._chunks: collections.deque[_Chunk] = collections.deque()
+        self._chunks: collections.deque[_DecodedChunk] = collections.deque()
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -193,7 +193,7 @@ class SlotPool:
         self.prefills += 1
         return self._run_prefill(weights, padded)
 
-    def resume(self, weights: DecodeWeights, sequence: Sequence) -> tuple[Prefix, Kept] | None:
+    def resume(self, weights: DecodeWeights, sequence: Sequence) -> tuple[Prefix, KeptTurn] | None:
         """The prompt's prefix, extended from the previous turn's; None if the prompt must be prefilled.
 
         The programs are compiled in the background when first needed.
@@ -246,7 +246,7 @@ class SlotPool:
         )
         experts = sequence.recorded_experts()
         experts = None if experts is None else experts[: len(tokens)]
-        self.sessions.store(sequence, Kept(tokens, (keys, values, None), experts, sequence.only_step()))
+        self.sessions.store(sequence, KeptTurn(tokens, (keys, values, None), experts, sequence.only_step()))
 
     def enter(self, prefix: Prefix, sequences: list[Sequence], *, step: int | None) -> None:
         """Assigns a slot to each of these sequences of one request; enough slots must be free.
@@ -290,7 +290,7 @@ class SlotPool:
         self._gather([slot for slot in taken if slot >= width])
         output = self._run_chunk(weights, width, kind, program)
         columns = dict(sorted(self._taken.items(), key=lambda item: item[1]))
-        self._chunks.append(_Chunk(output, step, columns))
+        self._chunks.append(_DecodedChunk(output, step, columns))
 
     def _kind(self) -> Kind:
         """The kind of the next chunk. One with a filter is compiled here when first needed: sampling for training
@@ -343,7 +343,7 @@ class SlotPool:
         return decode.prefill(weights, tokens, **self._of_every_prefill)
 
     def _insert(
-        self, prefix: Prefix, slots: np.ndarray, count: int, token: int, position: int, settings: Settings
+        self, prefix: Prefix, slots: np.ndarray, count: int, token: int, position: int, settings: DecodeSettings
     ) -> None:
         fitted = caches.fit_prefix(*prefix[:2], length=self._length, keys_last=self._precision.keys_last)
         numbers = np.array([count, token, position], np.int32)
@@ -382,7 +382,7 @@ def _filters(sequence: Sequence) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1
 
 
-def _fill(settings: Settings, row: int, sequence: Sequence) -> None:
+def _fill(settings: DecodeSettings, row: int, sequence: Sequence) -> None:
     """Fills row `row` of host settings from a request that `check_request` has passed."""
     sampling, interruption, wanted = sequence.request.sampling, sequence.request.interruption, sequence.wanted
     phrase, end = interruption.text_token_ids, interruption.end_of_thinking_token_ids

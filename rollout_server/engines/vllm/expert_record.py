@@ -52,7 +52,7 @@ class Recording:
 
 
 @dataclasses.dataclass
-class _Rows:
+class _ExpertRows:
     """The recorded rows of a request."""
 
     parts: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -75,7 +75,7 @@ class ExpertRecord:
             (runner.max_num_tokens, config.layers, config.experts_per_token), dtype=torch.int32, device=runner.device
         )
         self._places: np.ndarray | None = None  # [cache positions, layers, experts per token], once known
-        self._rows: dict[str, _Rows] = {}  # by vLLM's name of the request
+        self._rows: dict[str, _ExpertRows] = {}  # by vLLM's name of the request
         # Requests that have ended. Aborted requests are never collected, so the oldest are dropped. The size lets every
         # running request end and be collected before that.
         self._ended: collections.deque[str] = collections.deque(maxlen=2 * runner.max_num_reqs)
@@ -98,7 +98,7 @@ class ExpertRecord:
         """Records one step; call it after the model has run the scheduled tokens."""
         for new in scheduled.scheduled_new_reqs:
             if new.sampling_params is not None and (new.sampling_params.extra_args or {}).get(KEY):
-                self._rows[new.req_id] = _Rows()
+                self._rows[new.req_id] = _ExpertRows()
         for name in scheduled.finished_req_ids:
             if name in self._rows:
                 if len(self._ended) == self._ended.maxlen:
@@ -124,7 +124,7 @@ class ExpertRecord:
             self._places[_places(blocks[index], size, known, known + count)] = own
             if kept := self._rows.get(name):
                 if kept.count > known:  # it was preempted, and is recomputed from `known` on
-                    kept = self._rows[name] = _Rows([kept.whole()[:known]], known)
+                    kept = self._rows[name] = _ExpertRows([kept.whole()[:known]], known)
                 elif kept.count < known:
                     kept.add(self._places[_places(blocks[index], size, kept.count, known)])
                 kept.add(own)

@@ -30,7 +30,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from rollout_server.engines.vllm import shared_memory
 from rollout_server.engines.vllm.prompt_scores import PromptScores
 from scalerl_jax.model.decoder_config import read_config
-from scalerl_jax.model.tensor_layout import Piece, pieces
+from scalerl_jax.model.tensor_layout import TensorPiece, pieces
 
 # How long the engine process may take to end by itself.
 GRACE_SECONDS = 10.0
@@ -76,7 +76,7 @@ class WeightAccess:
         rank, workers = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self._scalerl_scores = PromptScores(self.model_runner)
         self._scalerl_sync_dtype = _DTYPES[sync_dtype]
-        self._scalerl_pieces: dict[str, Piece] = pieces(config, rank, workers)
+        self._scalerl_pieces: dict[str, TensorPiece] = pieces(config, rank, workers)
         # In some releases experts' parameters are in a separate module.
         named = self.model_runner.model.named_parameters()
         self._scalerl_parameters = {name.replace(".routed_experts.", "."): p.data for name, p in named}

@@ -41,7 +41,7 @@ Gram = tuple[str, ...]
 
 
 @dataclasses.dataclass
-class Found:
+class Overlap:
     """Counts of training prompts that overlap with one set, and the first row."""
 
     same: int = 0
@@ -49,11 +49,11 @@ class Found:
     first: str = ""
 
 
-class Evaluations:
+class EvaluationPrompts:
     """The prompts of evaluation sets, {name of the set: texts}."""
 
     def __init__(self, sets: Mapping[str, Iterable[str]]):
-        self.found = {name: Found() for name in sets}
+        self.found = {name: Overlap() for name in sets}
         self._whole: dict[bytes, set[str]] = {}  # key of a prompt -> the sets that contain it
         self._grams: dict[Gram, list[str]] = {}  # word sequence -> the sets with a prompt that contains it
         for name, texts in sets.items():
@@ -133,7 +133,7 @@ def grams(prompt: Gram) -> Iterator[Gram]:
         sum_of_parts -= _parts(word)
 
 
-def read(config: Config) -> Evaluations:
+def read(config: Config) -> EvaluationPrompts:
     """The sets of config.environment.decontaminate. Raises ValueError naming the field, or the file and row."""
     field = "config.environment.decontaminate"
     environment, malformed = config.environment, MalformedRows.of(config.environment)
@@ -153,4 +153,4 @@ def read(config: Config) -> Evaluations:
                 malformed.skip(name, str(error))
         if not texts:
             raise ValueError(f"{source.given}: no prompts there")
-    return Evaluations(sets)
+    return EvaluationPrompts(sets)

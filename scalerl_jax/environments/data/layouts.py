@@ -18,7 +18,7 @@ from scalerl_jax.environments.data.columns import MISSING, Malformed, find
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class DatasetLayout:
     """How to make problems from a data set's rows. Columns are named as in the config: "a.b" is b inside a."""
 
     hub: str  # repository
@@ -100,15 +100,15 @@ def released(release: str) -> tuple[str, ...]:
 
 
 # Code is scored by tests: its rows have no answers.
-_code = functools.partial(Layout, answers=(), kind="code")
+_code = functools.partial(DatasetLayout, answers=(), kind="code")
 
 LAYOUTS = {
     # {"problem", "answer", "difficulty"}, difficulty is "3/8" for 3 of 8 correct; huggingface.co card of the data set.
-    "polaris": Layout(
+    "polaris": DatasetLayout(
         "POLARIS-Project/Polaris-Dataset-53K", "problem", held_out="train", marks=("problem", "answer", "difficulty")
     ),
     # {"problem", "answer", "solution"}: the card. Six rows have no answer, according to a discussion on the hub.
-    "deepscaler": Layout(
+    "deepscaler": DatasetLayout(
         "agentica-org/DeepScaleR-Preview-Dataset",
         "problem",
         held_out="train",
@@ -118,7 +118,7 @@ LAYOUTS = {
     # {"prompt": [{"role", "content"}], "reward_model": {"ground_truth", "style"}, "data_source", "ability",
     # "extra_info": {"index"}}: the Parquet's schema, as the cards of its copies show it. Each of its 17 thousand
     # prompts occurs a hundred times. Open-R1's processed form has the prompt as a text, the answer as `solution`.
-    "dapo": Layout(
+    "dapo": DatasetLayout(
         "BytedTsinghua-SIA/DAPO-Math-17k",
         "prompt",
         answers=("reward_model.ground_truth", "solution"),
@@ -127,7 +127,7 @@ LAYOUTS = {
     ),
     # {"prompt": messages, "reward_model": {"ground_truth", "style"}, "ability", "data_source", "extra_info"}: verl's
     # training format, according to its documentation and the card of Eurus-2.
-    "verl": Layout(
+    "verl": DatasetLayout(
         "PRIME-RL/Eurus-2-RL-Data",
         "prompt",
         answers=("reward_model.ground_truth",),
@@ -144,7 +144,7 @@ LAYOUTS = {
     ),
     # The same columns; for mathematics the ground truth is a JSON list, for code one of three kinds of tests: the card,
     # and the scoring code in the data set's own repository.
-    "skywork": Layout(
+    "skywork": DatasetLayout(
         "Skywork/Skywork-OR1-RL-Data",
         "prompt",
         answers=("reward_model.ground_truth",),
@@ -161,7 +161,7 @@ LAYOUTS = {
     ),
     # {"prompt", "task_type", "verification_info": JSON, "metadata", "problem_id"}: the cards.
     **{
-        f"{name}{suffix}": Layout(
+        f"{name}{suffix}": DatasetLayout(
             hub,
             "prompt",
             answers=answers,
@@ -178,7 +178,7 @@ LAYOUTS = {
         for suffix, kind, answers in (("", "math", ("verification_info.ground_truth",)), ("_code", "code", ()))
     },
     # [{"from": "human", "value"}, {"from": "assistant", "ground_truth": {"value"}}]: the files of its repository.
-    "orz": Layout(
+    "orz": DatasetLayout(
         "Open-Reasoner-Zero/orz_math_57k_collection",
         "0.value",
         answers=("1.ground_truth.value",),
@@ -187,7 +187,7 @@ LAYOUTS = {
     ),
     # {"problem", "ground_truth_solution", "domain", "test_cases", "starter_code", ...} in its config "metadata": the
     # card. Its other config has traces, which scalerl-sft reads (config.sft.columns.messages=conversations).
-    "openthoughts": Layout(
+    "openthoughts": DatasetLayout(
         "open-thoughts/OpenThoughts-114k",
         "problem",
         answers=("ground_truth_solution",),
@@ -247,7 +247,7 @@ LAYOUTS = {
         "deepmind/code_contests", "description", only=("input_file", ("",)), marks=("description", "public_tests")
     ),
     # {"problem", "answer", "solution", "subject", "level": int, "unique_id"}: the card's copies.
-    "math500": Layout(
+    "math500": DatasetLayout(
         "HuggingFaceH4/MATH-500",
         "problem",
         task="level",
@@ -256,15 +256,17 @@ LAYOUTS = {
         marks=("problem", "answer", "subject", "level"),
     ),
     # {"id", "problem", "solution", "answer", "url", "year"}: the card.
-    "aime24": Layout(
+    "aime24": DatasetLayout(
         "HuggingFaceH4/aime_2024", "problem", held_out="train", marks=("problem", "answer", "url", "year", "solution")
     ),
     # {"problem", "answer", "id"}: code that loads it by this name reads these columns.
-    "aime25": Layout("math-ai/aime25", "problem", train="test"),
+    "aime25": DatasetLayout("math-ai/aime25", "problem", train="test"),
     # {"problem_idx", "problem", "answer": int}: the card.
-    "aime26": Layout("MathArena/aime_2026", "problem", held_out="train", marks=("problem", "answer", "problem_idx")),
+    "aime26": DatasetLayout(
+        "MathArena/aime_2026", "problem", held_out="train", marks=("problem", "answer", "problem_idx")
+    ),
     # {"question", "answer"}, the answer a solution that ends in "#### 42"; config "main" is the one commonly used.
-    "gsm8k": Layout(
+    "gsm8k": DatasetLayout(
         "openai/gsm8k", "question", read_answer=after_hashes, configs=("main",), marks=("question", "answer")
     ),
     # {"problem", "tests", "starter_code", "metadata"}: copies of it; each config has further columns, and the splits
@@ -300,7 +302,7 @@ LAYOUTS = {
 }
 
 
-def make_row(columns: Mapping[str, Any], layout: Layout) -> Row:
+def make_row(columns: Mapping[str, Any], layout: DatasetLayout) -> Row:
     """The row made from the columns. Raises Malformed."""
     answer = next((value for name in layout.answers if (value := find(columns, name)) is not MISSING), MISSING)
     prompt = find(columns, layout.prompt)
@@ -326,12 +328,12 @@ def make_row(columns: Mapping[str, Any], layout: Layout) -> Row:
     )
 
 
-def with_tests(columns: Mapping[str, Any], layout: Layout, column: str) -> Mapping[str, Any]:
+def with_tests(columns: Mapping[str, Any], layout: DatasetLayout, column: str) -> Mapping[str, Any]:
     """The columns, with the layout's unit tests (if it names their column) under `column`."""
     return {**columns, column: find(columns, layout.tests)} if layout.tests else columns
 
 
-def has(columns: Mapping[str, Any], layout: Layout) -> bool:
+def has(columns: Mapping[str, Any], layout: DatasetLayout) -> bool:
     """Whether a row belongs to the layout (Layout.only): a data set may contain other rows too."""
     column, values = layout.only
     found = find(columns, column) if column else MISSING

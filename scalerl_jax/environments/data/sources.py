@@ -22,7 +22,7 @@ from scalerl_jax.environments.data import files, hub
 from scalerl_jax.environments.data.columns import MalformedRows
 from scalerl_jax.environments.data.files import NamedColumns
 from scalerl_jax.environments.data.hub import HubName
-from scalerl_jax.environments.data.layouts import LAYOUTS, Layout
+from scalerl_jax.environments.data.layouts import LAYOUTS, DatasetLayout
 
 _WEIGHT = re.compile(r"(.+)\*([0-9]+\.?[0-9]*|\.[0-9]+)")
 _LAYOUT = re.compile(r"(\w+):(.+)")
@@ -122,7 +122,7 @@ def _source(given: str, field: str) -> Source:
     return Source(given, field, layout, hub=name)
 
 
-def _check_files(name: HubName, layout: Layout, given: str) -> None:
+def _check_files(name: HubName, layout: DatasetLayout, given: str) -> None:
     """Raises ValueError if the data set is read as files and @CONFIG or #SPLIT does not select any of them."""
     if layout.files is None:
         return

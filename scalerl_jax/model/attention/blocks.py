@@ -307,7 +307,7 @@ def _part(x: jax.Array, number: Any, size: int, axis: int = -2) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, number * size, size, axis)
 
 
-class _Row:
+class _PaddedRow:
     """A row as both passes use it: padded to whole blocks and spans, heads first."""
 
     def __init__(self, q, k, v, query_segments, key_segments, offset, block, span):
@@ -339,7 +339,7 @@ class _Row:
 
 
 def _looped_forward(q, k, v, query_segments, key_segments, offset, block, span, precision):
-    row = _Row(q, k, v, query_segments, key_segments, offset, block, span)
+    row = _PaddedRow(q, k, v, query_segments, key_segments, offset, block, span)
 
     def of_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         queries = _part(row.q, i, block)
@@ -367,7 +367,7 @@ def _looped_forward(q, k, v, query_segments, key_segments, offset, block, span, 
 
 def looped_backward(block, span, precision, saved, g):
     q, k, v, query_segments, key_segments, offset, out, log_total = saved
-    row = _Row(q, k, v, query_segments, key_segments, offset, block, span)
+    row = _PaddedRow(q, k, v, query_segments, key_segments, offset, block, span)
     gt, log_total = _pad(heads_first(g, 1), -2, block), _pad(log_total, -2, block)
     mean = _pad(mean_of(out, g, 1), -2, block)
 

@@ -93,7 +93,7 @@ class ClientContext:
 
 
 @dataclasses.dataclass(eq=False)
-class _Call:
+class _CallProgress:
     waits_since: float | None = None  # since when for its next completion; None: none of them has a slot yet
     task: asyncio.Task | None = None  # that reads the call; None: not begun
 
@@ -123,7 +123,7 @@ class ServerState:
         self.version_changed = asyncio.Event()  # the one held, or the one that it should hold
         self.hurried = asyncio.Event()  # do not wait for the next heartbeat
         self._log_limit = peer_text.LogLimit()
-        self._calls: dict[RolloutRequest, _Call] = {}  # the oldest first
+        self._calls: dict[RolloutRequest, _CallProgress] = {}  # the oldest first
         self._closed = False  # nothing more is requested
         self._repeats = False  # it has sent a completion twice
         self.scores = 0  # sequences that it is scoring now
@@ -287,7 +287,7 @@ class ServerState:
 
         They count as in flight from now on. What the server does wrong is recorded as an offence.
         """
-        self._calls[rollout] = _Call()
+        self._calls[rollout] = _CallProgress()
         return self._completions(rollout)
 
     async def score(self, request: codec.ScoreRequest, *, seconds: float) -> codec.Scores | None:

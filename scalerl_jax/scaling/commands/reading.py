@@ -10,7 +10,7 @@ from scalerl_jax.cli import fit_flags as given
 from scalerl_jax.cli.entry import UserError, check_out, user_mistakes
 from scalerl_jax.scaling import readers, tables, units
 
-_read: list[list[readers.Evaluations]] = []  # by preload(), at most once
+_read: list[list[readers.RunPoints]] = []  # by preload(), at most once
 
 
 def preload(paths: Sequence[str], name: str, *, parts_too: bool) -> None:
@@ -39,7 +39,7 @@ def axis_labels() -> tuple[str, str]:
     return f"{x_name}, in {unit}" if unit else x_name, given.Y.value or readers.RUN_FOLDER_Y
 
 
-def read_evaluations(paths: Sequence[str], *, parts_too: bool) -> list[readers.Evaluations]:
+def read_evaluations(paths: Sequence[str], *, parts_too: bool) -> list[readers.RunPoints]:
     """The runs in the files, read as the flags ask; runs that `preload` has read are not read again. Raises
     UserError."""
     if _read:

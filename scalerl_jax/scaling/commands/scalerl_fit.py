@@ -121,16 +121,16 @@ def read_and_fit(paths: Sequence[str], remarks: list[str], *, parts_too: bool = 
     return fitted
 
 
-def _seeds_together(evaluations: list[readers.Evaluations]) -> dict[str, list[readers.Evaluations]]:
+def _seeds_together(evaluations: list[readers.RunPoints]) -> dict[str, list[readers.RunPoints]]:
     """Runs by unique name, each with its seeds."""
-    groups: dict[tuple[str, str], list[readers.Evaluations]] = {}
+    groups: dict[tuple[str, str], list[readers.RunPoints]] = {}
     for index, one in enumerate(evaluations):
         place = os.path.dirname(os.path.abspath(one.source))
         if os.path.basename(one.source) == tables.RUN_FOLDER_FILE:
             place = os.path.dirname(place)
         apart = place if given.SEEDS.value == "folder" else "" if given.SEED_COLUMN.value else str(index)
         groups.setdefault((one.name, apart), []).append(one)
-    named: dict[str, list[readers.Evaluations]] = {}
+    named: dict[str, list[readers.RunPoints]] = {}
     names = [name for name, _ in groups]
     for (name, _), members in groups.items():
         apart = f"{name} ({members[0].source})" if names.count(name) > 1 else name
@@ -151,7 +151,7 @@ def _number_or(flag: str, text: str | None, word: str) -> float | str | None:
     return number
 
 
-def _fit(name: str, members: list[readers.Evaluations], factor: float, initial, until, scale: str) -> Run:
+def _fit(name: str, members: list[readers.RunPoints], factor: float, initial, until, scale: str) -> Run:
     """Fits one run, its seeds together."""
     compute, raw, counts, label = readers.seeds_together(members)
     compute = compute * factor

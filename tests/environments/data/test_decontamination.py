@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_jax.environments.data.decontamination import WORDS, Evaluations, words
+from scalerl_jax.environments.data.decontamination import WORDS, EvaluationPrompts, words
 
 
 def sentence(rng, count):
@@ -23,7 +23,7 @@ def overlap(one, other):
 @given(st.randoms(use_true_random=False))
 def test_what_shares_thirteen_words_in_a_row_is_found_and_nothing_else(rng):
     asked = [sentence(rng, rng.randrange(1, 40)) for _ in range(6)]
-    evaluations = Evaluations({"test": asked})
+    evaluations = EvaluationPrompts({"test": asked})
     for _ in range(10):
         source = rng.choice(asked).split()
         start = rng.randrange(len(source))
@@ -33,7 +33,7 @@ def test_what_shares_thirteen_words_in_a_row_is_found_and_nothing_else(rng):
 
 
 def test_a_short_prompt_is_the_same_only_with_its_signs():
-    evaluations = Evaluations({"a": ["What is $2+3$?", "√"], "b": ["What is\n$2+3$? ", "Else?"]})
+    evaluations = EvaluationPrompts({"a": ["What is $2+3$?", "√"], "b": ["What is\n$2+3$? ", "Else?"]})
     assert evaluations.has("What  is $2+3$?", "FILE row 3")
     for other in ("What is $2-3$?", "what is 2 3", "∑∫", "", "What is $2+3$? Or $2-3$?"):
         assert not evaluations.has(other, "FILE row 4")
@@ -44,7 +44,7 @@ def test_a_short_prompt_is_the_same_only_with_its_signs():
 
 
 def test_thirteen_words_in_a_row_are_found_however_they_are_written():
-    evaluations = Evaluations({"a": ["If $\\frac{1}{2}$ of all the apples are red, how many of them are green?"]})
+    evaluations = EvaluationPrompts({"a": ["If $\\frac{1}{2}$ of all the apples are red, how many of them are green?"]})
     assert evaluations.has("Say: if  \\frac 1 2 of ALL the apples are red; how many of them are yellow?", "FILE row 3")
 
 
@@ -52,7 +52,7 @@ def test_what_all_prompts_of_a_set_are_asked_with_tells_nothing():
     rng = random.Random(0)
     asked_with = sentence(rng, 30)
     tests = [f"{asked_with} {sentence(rng, 30)}" for _ in range(20)]
-    evaluations = Evaluations({"test": tests})
+    evaluations = EvaluationPrompts({"test": tests})
     assert not evaluations.has(f"{asked_with} {sentence(rng, 30)}", "r")
     assert evaluations.has(f"{asked_with} {tests[7].split(' ', 30)[-1]} {sentence(rng, 2)}", "r")
 
@@ -81,7 +81,7 @@ UNSPACED = {
 @pytest.mark.parametrize("language", UNSPACED)
 def test_scripts_without_spaces_are_counted_by_their_characters(language):
     problem, passage, phrase = UNSPACED[language]
-    evaluations = Evaluations({"test": [problem]})
+    evaluations = EvaluationPrompts({"test": [problem]})
     assert passage in problem
     assert evaluations.has(f"1. {passage}!", "r")
     assert evaluations.has(" ".join(passage), "r")  # spaces there say nothing
@@ -93,7 +93,7 @@ def test_scripts_without_spaces_are_counted_by_their_characters(language):
 def test_a_row_of_words_may_be_of_several_scripts():
     assert len(words("设 f(x) = x^2，求 f(3)")) == 8
     tail = " ".join(f"w{n}" for n in range(11))
-    evaluations = Evaluations({"test": [f"求解方程 {tail}"]})
+    evaluations = EvaluationPrompts({"test": [f"求解方程 {tail}"]})
     assert evaluations.has(f"如何求解方程 {tail}", "r")  # 4 / 2 + 11
     assert not evaluations.has(f"如何解方程 {tail}", "r")
     assert evaluations.has(f"Ｑ？求解方程 {tail.upper()}", "r")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollout_server.engines.engine import EngineOptions, QueueFull, WrongVersion
-from rollout_server.engines.jax.engine import BLOCK, SMALLEST, JaxEngine, Scorer, _top
+from rollout_server.engines.jax.engine import BLOCK, SMALLEST, JaxEngine, SequenceScorer, _top
 from rollout_server.engines.jax.weights import abstract_weights, decode_precision, decode_weights
 from scalerl_jax.contract.codec import ScoreRequest, Version
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
@@ -321,7 +321,7 @@ def test_scores_at_the_edges_of_what_is_compiled():
     """Of a vocabulary that is sorted in blocks: lengths around a bucket's, first places around a chunk's."""
     config = tiny(vocabulary=2_000, tied=False)
     longest, named = 2 * SMALLEST + 70, random_tensors(config, 0)
-    scorer = Scorer(config, decode_precision(Precision(), "cpu"), longest=longest)
+    scorer = SequenceScorer(config, decode_precision(Precision(), "cpu"), longest=longest)
     scorer.compile(abstract_weights(config, Precision()))
     weights, rng = decode_weights(named, config, Precision()), np.random.default_rng(0)
     token_ids, reference = rng.integers(0, config.vocab_size, longest).astype(np.int32), Reference(config)

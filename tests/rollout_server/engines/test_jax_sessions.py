@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rollout_server.engines.jax.caches import Kept, Sessions
+from rollout_server.engines.jax.caches import KeptTurn, SessionCaches
 from rollout_server.engines.sequence import Counters, Sequence
 from scalerl_jax.contract.codec import Version
 from tests.rollout_server.conftest import opened_jax
@@ -152,8 +152,8 @@ def test_memory_is_bounded_and_the_longest_unused_goes_first():
         request = dataclasses.replace(ask([1, 2, 3, 4]), session=session)
         return Sequence(request, request.completions[0], counters=Counters(), maximum_tokens=99)
 
-    kept = Kept(np.array([1, 2]), ([np.zeros(25, np.float32)], [np.zeros(25, np.float32)], None), None, 0)
-    sessions = Sessions(limit=kept.bytes * 2)
+    kept = KeptTurn(np.array([1, 2]), ([np.zeros(25, np.float32)], [np.zeros(25, np.float32)], None), None, 0)
+    sessions = SessionCaches(limit=kept.bytes * 2)
     assert kept.bytes == 200
     for name in ("a", "b", "a", "c"):
         sessions.store(sequence(name), kept)
