@@ -36,12 +36,12 @@ def train(config: Config | GivenConfig, _: Sequence[str]) -> None:
 
 
 def sft(config: Config | GivenConfig, _: Sequence[str]) -> None:
-    from scalerl_jax.environments.data import files, sources
+    from scalerl_jax.environments.data import row_files, sources
 
     assert isinstance(config, Config)
     for source in sources.parse(config.sft.traces, "config.sft.traces"):
         if source.hub is None:
-            files.files_of(source.where, source.field)
+            row_files.files_of(source.where, source.field)
 
 
 def evaluate(given: Config | GivenConfig, _: Sequence[str]) -> None:

@@ -20,9 +20,9 @@ from scalerl_jax import early_checks
 from scalerl_jax.cli import entry
 from scalerl_jax.cli import plan_flags as given
 from scalerl_jax.config_io import GivenConfig
-from scalerl_jax.planning import compiled, cost, layout_plan, page, workload
+from scalerl_jax.planning import compiled, cost, layout_plan, plan_page, workload
 from scalerl_jax.planning.layout_plan import LayoutPlan, Question
-from scalerl_jax.scaling.commands.results import make_console, print_line
+from scalerl_jax.scaling.commands.terminal import make_console, print_line
 from scalerl_jax.system import platforms
 from scalerl_jax.system.files import plain, write_whole
 
@@ -64,7 +64,7 @@ def main(config_given: GivenConfig) -> None:
     print_line(console, f"decoder of {source}")
     with entry.user_mistakes():
         own = layout_plan.plan(question, choice)
-    page.show_layout(console, question, own)
+    plan_page.show_layout(console, question, own)
     best, tried = own, list[LayoutPlan]()
     if own.bytes.over > 0 and given.COMPILES.value:
         found, tried = layout_plan.search(
@@ -75,10 +75,10 @@ def main(config_given: GivenConfig) -> None:
         else:
             best = found
             print_line(console, f"the nearest that fits: {best.choice}")
-            page.show_layout(console, question, best)
-    page.show_step(console, question, best)
+            plan_page.show_layout(console, question, best)
+    plan_page.show_step(console, question, best)
     if given.EXPLAIN.value:
-        page.show_places(console, best)
+        plan_page.show_places(console, best)
 
     # ---- 3. Generators, device-hours, money --------------------------------------------------------------------------
     seconds, count = best.roofline.step, 0
@@ -94,7 +94,7 @@ def main(config_given: GivenConfig) -> None:
         numbers = {"sampled": work.sampled, "trainer_seconds": seconds, "tokens_per_second": speed}
         fed = cost.needed(**numbers)
         fleet = cost.beside(given.GENERATORS.value or fed, **numbers)
-        page.show_fleet(console, fed, fleet)
+        plan_page.show_fleet(console, fed, fleet)
         seconds, count = fleet.step_seconds, fleet.generators
         written["fleet"] = {"keep_the_trainer_fed": fed, **dataclasses.asdict(fleet)}
     steps = float(given.STEPS.value or config.max_steps)
@@ -115,7 +115,7 @@ def main(config_given: GivenConfig) -> None:
         chip_price=given.CHIP_PRICE.value,
         generator_price=given.GENERATOR_PRICE.value,
     )
-    page.show_cost(console, whole)
+    plan_page.show_cost(console, whole)
 
     # ---- 4. The file -------------------------------------------------------------------------------------------------
     if given.OUT.value:
@@ -123,9 +123,9 @@ def main(config_given: GivenConfig) -> None:
             "machine": {"topology": machine.topology, "parts": machine.parts, **dataclasses.asdict(machine.chip)},
             "decoder": {"file": source, **dataclasses.asdict(decoder)},
             "workload": {**dataclasses.asdict(work), "tokens": work.tokens, "sampled": work.sampled},
-            "plan": page.document(question, own),
-            "tried": [page.document(question, one) for one in tried],
-            "chosen": page.document(question, best),
+            "plan": plan_page.document(question, own),
+            "tried": [plan_page.document(question, one) for one in tried],
+            "chosen": plan_page.document(question, best),
             "cost": dataclasses.asdict(whole),
         }
         write_whole(given.OUT.value, json.dumps(plain(written), indent=2, allow_nan=False) + "\n")

@@ -47,8 +47,7 @@ from scalerl_jax.run import continuing, jsonl
 from scalerl_jax.run.folder import RunFolder, explain_write_errors
 from scalerl_jax.run.progress import ProgressLine
 from scalerl_jax.system import files, signals
-from scalerl_jax.traces import built_in
-from scalerl_jax.traces import files as trace_files
+from scalerl_jax.traces import built_in, trace_files
 from scalerl_jax.traces.example import Example, segments
 
 # The gradient is clipped: the first updates of a new decoder are steep.

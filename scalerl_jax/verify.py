@@ -43,8 +43,8 @@ from scalerl_jax.environments.base import Row, Score, scores_itself
 from scalerl_jax.environments.data import columns as columns_lib
 from scalerl_jax.environments.data import layouts, sources
 from scalerl_jax.environments.data.columns import Malformed, MalformedRows
-from scalerl_jax.environments.data.files import read_file
 from scalerl_jax.environments.data.layouts import LAYOUTS
+from scalerl_jax.environments.data.row_files import read_file
 from scalerl_jax.environments.load import load_rows
 from scalerl_jax.environments.prompts import Prompts
 from scalerl_jax.environments.scorer import Scorer

@@ -31,7 +31,7 @@ from scalerl_jax.model.decoder_config import check_folder, read_config
 from scalerl_jax.model.hf import load_hf
 from scalerl_jax.model.tensor_layout import hf_tensors
 from scalerl_jax.rollouts.loop_thread import LoopThread, watched
-from scalerl_jax.rollouts.weights.parts import PartPublisher, PartPush
+from scalerl_jax.rollouts.weights.host_parts import PartPublisher, PartPush
 from scalerl_jax.rollouts.weights.push import PushRefused
 
 SEEN_SECONDS = 65.0  # NFS caches what it knows of a file for up to a minute

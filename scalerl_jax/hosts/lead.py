@@ -31,7 +31,7 @@ from scalerl_jax.learner.packing import Elsewhere, Segment, first_fit, positions
 from scalerl_jax.learner.trainer import Pending, Trainer
 from scalerl_jax.learner.weight_snapshots import WeightSnapshot
 from scalerl_jax.model.tensor_layout import hf_tensors
-from scalerl_jax.rollouts.weights.parts import PartPush, Parts
+from scalerl_jax.rollouts.weights.host_parts import PartPush, Parts
 from scalerl_jax.rollouts.weights.push import FullSyncNeeded, PushRefused, PushReport
 
 NEXT = "next"

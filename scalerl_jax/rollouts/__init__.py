@@ -16,7 +16,7 @@ servers/      one server seen from the trainer, and all of them
     discovery      parses --servers, and reads the credentials that servers are shown
 weights/      versions sent to servers
     publisher      the versions, and which one each server gets; the number by which servers identify this trainer
-    push           sends one version to one server; parts: with several hosts each sends its part
+    push           sends one version to one server; host_parts: with several hosts each sends its part
     payload        one version, cut into chunks; what the last versions changed
 parity        whether trainer and generators agree on log-probs, at admission and in all that is delivered
 """

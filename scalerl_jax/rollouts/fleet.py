@@ -57,7 +57,7 @@ from scalerl_jax.rollouts.servers.server_state import ClientContext
 from scalerl_jax.rollouts.servers.validate_status import FleetError
 from scalerl_jax.rollouts.teachers import Teachers, teacher_of
 from scalerl_jax.rollouts.trust import Trust
-from scalerl_jax.rollouts.weights.parts import Parts
+from scalerl_jax.rollouts.weights.host_parts import Parts
 from scalerl_jax.rollouts.weights.publisher import Incarnation, Publisher, Source
 
 _log = logging.getLogger(__name__)

@@ -194,11 +194,11 @@ class _StudyRun:
         """Reads every run, prints the results, and writes them."""
         platforms.cpu_here()
         # Imported late, because it is large: reporting a mistake and running members for hours do not need it.
-        from scalerl_jax.scaling.commands import results as lay_out
+        from scalerl_jax.scaling.commands import terminal
         from scalerl_jax.study import writing
-        from scalerl_jax.study.results import results
+        from scalerl_jax.study.study_results import results
 
-        console = lay_out.make_console()
+        console = terminal.make_console()
         found = results(self.study, self.path("runs"), x=study_flags.X.value, baseline=study_flags.BASELINE.value)
         if not found.rows:
             raise UserError(f"--workdir={self.workdir}: no run in it has an evaluation yet")
@@ -211,7 +211,7 @@ class _StudyRun:
             commands={name: shlex.join(self.command(name)) for name in self.study.runs},
             finished=[name for name, one in self.standings.items() if one.finished],
         )
-        lay_out.print_line(console, f"written: {', '.join(written)}")
+        terminal.print_line(console, f"written: {', '.join(written)}")
 
 
 def _started(typed: Sequence[str]) -> list[str]:

@@ -20,11 +20,11 @@ from scalerl_jax.report.log_rows import rounded
 from scalerl_jax.report.score import curve
 from scalerl_jax.run.jsonl import column
 from scalerl_jax.scaling import readers
-from scalerl_jax.scaling.commands import results as lay_out
+from scalerl_jax.scaling.commands import terminal
 from scalerl_jax.scaling.compare import comparison_document, run_document
 from scalerl_jax.scaling.units import axis_name, short_number
 from scalerl_jax.study.members import Study
-from scalerl_jax.study.results import Member, Results, StudyResults
+from scalerl_jax.study.study_results import Member, Results, StudyResults
 from scalerl_jax.system.files import plain, write_whole
 
 JSON, CSV, PAGE = "study.json", "evaluations.csv", "study.html"
@@ -201,7 +201,7 @@ def show(console: Console, found: Results) -> None:
     for one in found.studies:
         console.print(_table(one, found.x))
         for line in sentences(one):
-            lay_out.print_line(console, line)
+            terminal.print_line(console, line)
 
 
 def sentences(one: StudyResults) -> list[str]:
@@ -236,7 +236,7 @@ def _table(found: StudyResults, x: str) -> Table:
     title = (
         f"{found.name}: R0 + (A - R0) / (1 + (C_mid / C)^B), C is {axis_name(x)}; intervals 95 %; pass rates held out"
     )
-    table = lay_out.new_table(title, *HEADS, overflow="fold")
+    table = terminal.new_table(title, *HEADS, overflow="fold")
     table.columns[0].min_width = 10
     for one in found.members:
         table.add_row(*map(escape, cells(one)))

@@ -85,10 +85,10 @@ async def _serve(
     config: Config, listening: socket.socket, make: Callable[[], Generators], decoder: DecoderConfig,
     tokenizer: Tokenizer, *, longest: int, token: str,
 ) -> None:  # fmt: skip
-    from scalerl_jax.tinker.app import Tinker
     from scalerl_jax.tinker.samplers import Samplers
-    from scalerl_jax.tinker.sampling import SamplingCalls
+    from scalerl_jax.tinker.sampling_calls import SamplingCalls
     from scalerl_jax.tinker.store import Future, Store
+    from scalerl_jax.tinker.tinker_app import Tinker
     from scalerl_jax.tinker.training import Training
 
     loop, failed, generators = asyncio.get_running_loop(), asyncio.Event(), make()

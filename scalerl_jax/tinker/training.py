@@ -29,9 +29,9 @@ from scalerl_jax.learner.trainer import Pending, Trainer
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.hf import load_hf
 from scalerl_jax.model.hf_folder import write_model_folder
-from scalerl_jax.tinker import wire
+from scalerl_jax.tinker import tinker_wire
 from scalerl_jax.tinker.store import Future, Store
-from scalerl_jax.tinker.wire import RefusedCall
+from scalerl_jax.tinker.tinker_wire import RefusedCall
 
 _log = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ class Training:
         elif future.failed:
             return
         elif future.kind == "forward_backward":
-            if not wire.parse(future.body).forward_only:
+            if not tinker_wire.parse(future.body).forward_only:
                 self._forward_backward(run, future.body)
         elif future.kind == "load_weights" and future.seq:
             self._load(run, future.fields)
@@ -248,15 +248,15 @@ class Training:
     # ---- the calls
 
     def _forward_backward(self, run: _TrainingRun, body: bytes) -> bytes:
-        asked = wire.pass_of(wire.parse(body), vocabulary=self._decoder.vocab_size, longest=self._longest)
+        asked = tinker_wire.pass_of(tinker_wire.parse(body), vocabulary=self._decoder.vocab_size, longest=self._longest)
         if asked.forward_only:
             logprobs = run.trainer.score(asked.segments)
         else:
             run.pending = run.trainer.forward_backward(asked.segments, objective=asked.objective, add_to=run.pending)
             logprobs = run.pending.logprobs()
-        loss = wire.loss_of(asked.segments, logprobs, asked.objective)
+        loss = tinker_wire.loss_of(asked.segments, logprobs, asked.objective)
         counted = sum(int(np.count_nonzero(segment.weights)) for segment in asked.segments)
-        return wire.output_of(logprobs, {"loss:sum": loss, "loss_tokens:sum": counted})
+        return tinker_wire.output_of(logprobs, {"loss:sum": loss, "loss_tokens:sum": counted})
 
     def _step(self, run: _TrainingRun, future: Future) -> dict[str, float]:
         given = future.fields.get("adam_params")

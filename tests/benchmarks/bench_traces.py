@@ -50,7 +50,7 @@ def write(folder: pathlib.Path) -> None:
 def start(folder: str) -> int:
     from scalerl_jax.config import Config
     from scalerl_jax.environments.tokenizer import Tokenizer
-    from scalerl_jax.traces.files import FileTraces
+    from scalerl_jax.traces.trace_files import FileTraces
 
     config = Config()
     config.sft.traces, config.sft.seq_len = os.path.join(folder, "chats.jsonl"), SEQ_LEN
@@ -81,7 +81,7 @@ def main(_: list[str]) -> None:
     if FLAGS.part:
         import transformers.utils.chat_template_utils  # noqa: F401
 
-        import scalerl_jax.traces.files  # noqa: F401
+        import scalerl_jax.traces.trace_files  # noqa: F401
 
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         begun, used = time.perf_counter(), time.process_time()

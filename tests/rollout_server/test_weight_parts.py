@@ -18,7 +18,7 @@ from scalerl_jax.contract.weight_delta import Change, WeightDelta, encode
 from scalerl_jax.contract.weight_parts import Block, Blocks, Part, check_cover
 from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.weights import payload as payload_lib
-from scalerl_jax.rollouts.weights.parts import PartPublisher, PartPush, Parts
+from scalerl_jax.rollouts.weights.host_parts import PartPublisher, PartPush, Parts
 from scalerl_jax.rollouts.weights.payload import Payload
 from scalerl_jax.rollouts.weights.publisher import Incarnation, Publisher
 from scalerl_jax.rollouts.weights.push import Push, PushRefused, PushReport

@@ -10,7 +10,7 @@ from scalerl_jax.cli.entry import UserError
 from scalerl_jax.config_io import GivenConfig
 from scalerl_jax.study import members, writing
 from scalerl_jax.study.members import Study
-from scalerl_jax.study.results import _noise, results
+from scalerl_jax.study.study_results import _noise, results
 from tests.study.studies import TINY, study, write_run, write_studies
 
 FINALS = {"plain": 0.9, "slow": 0.6, "seed_6": 0.9, "seed_7": 0.9}

@@ -46,7 +46,7 @@ _IMPORTED_FIRST = (
     "pytest", "hypothesis.strategies", "math_verify", "matplotlib.backends.backend_agg", "rich.progress", "grpc.aio",
     "scalerl_jax.environments.load", "scalerl_jax.hosts.join", "scalerl_jax.learner.trainer",
     "scalerl_jax.report.summary", "scalerl_jax.rollouts.fleet", "scalerl_jax.run.evaluations", "launch.local",
-    "scalerl_jax.run.live_forecast", "scalerl_jax.scaling.commands.results", "rollout_server.service",
+    "scalerl_jax.run.live_forecast", "scalerl_jax.scaling.commands.terminal", "rollout_server.service",
     "rollout_server.engines.jax.engine", "jaxlib.mlir.dialects.mhlo", "vllm.v1.engine.async_llm",
     "vllm.v1.worker.cpu_worker",
 )  # fmt: skip

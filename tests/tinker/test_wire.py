@@ -8,8 +8,8 @@ import pytest
 
 from scalerl_jax.learner.packing import Segment
 from scalerl_jax.tinker import tinker_pb2 as pb
-from scalerl_jax.tinker import wire
-from scalerl_jax.tinker.wire import RefusedCall
+from scalerl_jax.tinker import tinker_wire
+from scalerl_jax.tinker.tinker_wire import RefusedCall
 
 VOCABULARY, LONGEST = 50, 16
 FIELDS = {  # of the client's own messages: an update of it must not move them
@@ -52,8 +52,8 @@ def request(loss: str, *data: pb.Datum, **thresholds: float) -> pb.ForwardBackwa
     return pb.ForwardBackwardRequest(model_id="m", seq_id=1, data=data, loss_fn=loss, loss_fn_config=thresholds)
 
 
-def read(asked: pb.ForwardBackwardRequest) -> wire.Pass:
-    return wire.pass_of(wire.parse(asked.SerializeToString()), vocabulary=VOCABULARY, longest=LONGEST)
+def read(asked: pb.ForwardBackwardRequest) -> tinker_wire.Pass:
+    return tinker_wire.pass_of(tinker_wire.parse(asked.SerializeToString()), vocabulary=VOCABULARY, longest=LONGEST)
 
 
 TOKENS = [[1, 2, 3, 4, 5], [9, 8, 7]]
@@ -62,14 +62,14 @@ AFTER = [[-1.2, -1.0, -0.4, -5.0], [-1.0, -0.9]]
 ADVANTAGES = [[0.0, 1.5, -2.0, 0.7], [-0.5, 1.0]]
 
 
-def rl(loss: str, **thresholds: float) -> wire.Pass:
+def rl(loss: str, **thresholds: float) -> tinker_wire.Pass:
     data = [datum(t, logprobs=b, advantages=a) for t, b, a in zip(TOKENS, BEFORE, ADVANTAGES, strict=True)]
     return read(request(loss, *data, **thresholds))
 
 
-def loss_of(found: wire.Pass) -> float:
+def loss_of(found: tinker_wire.Pass) -> float:
     after = [np.asarray([0.0, *row], np.float32) for row in AFTER]
-    return wire.loss_of(found.segments, after, found.objective)
+    return tinker_wire.loss_of(found.segments, after, found.objective)
 
 
 def expected(loss: str, low: float, high: float) -> float:
@@ -169,7 +169,7 @@ def test_targets_that_do_not_follow_are_refused() -> None:
 
 def test_answers_are_cut_by_datum() -> None:
     arrays = [np.arange(3, dtype=np.float32), np.arange(5, dtype=np.float32)]
-    output = pb.ForwardBackwardOutput.FromString(wire.output_of(arrays, {"loss:sum": 1.5}))
+    output = pb.ForwardBackwardOutput.FromString(tinker_wire.output_of(arrays, {"loss:sum": 1.5}))
     field = output.loss_fn_outputs[0].fields["logprobs"]
     offsets = np.frombuffer(field.offsets, np.int64)
     parts = [np.frombuffer(field.data[a:b], np.float32).tolist() for a, b in itertools.pairwise(offsets)]

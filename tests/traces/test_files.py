@@ -10,7 +10,7 @@ import pytest
 
 from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.environments.tokenizer import Tokenizer
-from scalerl_jax.traces import files
+from scalerl_jax.traces import trace_files
 from tests.support.chat_folders import chat_folder
 
 
@@ -38,7 +38,7 @@ def pair(i, prompt=None):
 def read(config, tokenizer, folder, *, begun=False, **fields):
     for name, value in fields.items():
         setattr(config.sft, name, value)
-    return files.FileTraces(config, tokenizer, str(folder), begun=begun, log=lambda _: None)
+    return trace_files.FileTraces(config, tokenizer, str(folder), begun=begun, log=lambda _: None)
 
 
 def texts(tokenizer, examples):
@@ -328,7 +328,7 @@ def test_it_goes_on_without_taking_all_updates_again(config, tokenizer, tmp_path
     position = first.taken
     batches += [texts(tokenizer, first.batch(update)) for update in range(29, 32)]
     fills, made = [], []
-    monkeypatch.setattr(files, "fill", lambda *a, fill=files.fill, **k: fills.append(0) or fill(*a, **k))
+    monkeypatch.setattr(trace_files, "fill", lambda *a, fill=trace_files.fill, **k: fills.append(0) or fill(*a, **k))
     again = read(config, tokenizer, tmp_path / "t")
     default_rng = np.random.default_rng
     monkeypatch.setattr(np.random, "default_rng", lambda seed: made.append(seed) or default_rng(seed))

@@ -9,7 +9,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.environments.base import Row
 from scalerl_jax.environments.prompts import Prompts, Replies
 from scalerl_jax.traces.conversations import Conversations, read_messages
-from scalerl_jax.traces.files import FileTraces, Given
+from scalerl_jax.traces.trace_files import FileTraces, Given
 from tests.support.chat_folders import chat_folder, two_stops
 
 pytest.importorskip("transformers")

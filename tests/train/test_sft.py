@@ -19,7 +19,7 @@ from scalerl_jax.learner.packing import pack
 from scalerl_jax.model import forward, load_hf, logits
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.lora import Lora, read_adapter
-from scalerl_jax.traces import built_in, example, files
+from scalerl_jax.traces import built_in, example, trace_files
 from tests.train.warm_starts import killed_and_finished, rows_of, weights
 
 CONFIG_FILE = """
@@ -124,9 +124,9 @@ def test_file_traces_come_epoch_after_epoch_and_resume_at_any_update(config, tok
     config.sft.rows_per_step, config.sft.seq_len = 1, 16
     rows = [{"prompt": f"{i:03d}?", "completion": f"{i}"} for i in range(10)]
     config.sft.traces = write_rows(tmp_path / "traces.jsonl", rows)
-    traces = files.FileTraces(config, tokenizer, str(tmp_path / "tokens"))
+    traces = trace_files.FileTraces(config, tokenizer, str(tmp_path / "tokens"))
     batches = [[e.tokens.tolist() for e in traces.batch(update)] for update in range(20)]
-    resumed = files.FileTraces(config, tokenizer, str(tmp_path / "tokens"))
+    resumed = trace_files.FileTraces(config, tokenizer, str(tmp_path / "tokens"))
     for update in (13, 14, 3):
         assert [e.tokens.tolist() for e in resumed.batch(update)] == batches[update]
     seen = [tokenizer.decode(tokens)[:3] for batch in batches for tokens in batch]

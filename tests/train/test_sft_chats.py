@@ -13,7 +13,7 @@ from scalerl_jax.config_io import load_file
 from scalerl_jax.environments.prompts import Prompts
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.model import forward, load_hf, logits
-from scalerl_jax.traces import files
+from scalerl_jax.traces import trace_files
 from tests.support.chat_folders import chat_folder
 from tests.support.models import random_tensors, toy_decoder, write_folder
 from tests.train.warm_starts import killed_and_finished, rows_of, weights
@@ -85,7 +85,7 @@ def test_evaluations_are_written_beside_the_losses_and_fall(finished):
 @pytest.mark.slow
 def test_the_evaluation_loss_is_that_of_the_assistant_s_tokens(finished, config):
     """By hand, from the model that was written and the chats with the lowest hashes."""
-    from scalerl_jax.traces.files import FileTraces
+    from scalerl_jax.traces.trace_files import FileTraces
 
     folder = str(finished / "model")
     tokenizer = Tokenizer(folder)
@@ -171,7 +171,7 @@ def test_killed_before_and_behind_a_checkpoint_it_takes_no_update_again(config, 
     config.sft.max_steps = 4
     taken, stops = [], [2, 6]
 
-    def fill(*given, real=files.fill, **fields):
+    def fill(*given, real=trace_files.fill, **fields):
         taken.append(0)
         return real(*given, **fields)
 
@@ -180,7 +180,7 @@ def test_killed_before_and_behind_a_checkpoint_it_takes_no_update_again(config, 
             raise KeyboardInterrupt
         return real(examples)
 
-    monkeypatch.setattr(files, "fill", fill)
+    monkeypatch.setattr(trace_files, "fill", fill)
     monkeypatch.setattr(sft, "segments", killed)
     for _ in stops:
         with pytest.raises(KeyboardInterrupt):

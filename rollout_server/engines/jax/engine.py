@@ -47,7 +47,7 @@ from rollout_server.engines.engine import Changes, EngineOptions, check_score
 from rollout_server.engines.engine_info import ITEMSIZE, EngineMemory, engine_info
 from rollout_server.engines.jax import decode
 from rollout_server.engines.jax.caches import Prefix
-from rollout_server.engines.jax.programs import Program, buckets, side_by_side
+from rollout_server.engines.jax.compiled_programs import Program, buckets, side_by_side
 from rollout_server.engines.jax.slots import SlotPool
 from rollout_server.engines.jax.weights import (
     DecodePrecision,

@@ -8,7 +8,7 @@
 
 A chunk may be started before the one before it was collected; an end is then noticed a chunk late, and the slot idles
 for that chunk. A sequence that left while chunks were in flight gets no tokens from them.
-If few slots are taken they are moved to the front, and a chunk runs only those (programs.py).
+If few slots are taken they are moved to the front, and a chunk runs only those (compiled_programs.py).
 
 Not thread-safe: the engine's thread owns it. It knows no queue, and of versions only the step given per chunk.
 """
@@ -27,8 +27,8 @@ import numpy as np
 
 from rollout_server.engines.jax import caches, decode
 from rollout_server.engines.jax.caches import KeptTurn, Prefix, SessionCaches
+from rollout_server.engines.jax.compiled_programs import Kind, Program, Programs, buckets, side_by_side, widths
 from rollout_server.engines.jax.decode import DecodeSettings, Output
-from rollout_server.engines.jax.programs import Kind, Program, Programs, buckets, side_by_side, widths
 from rollout_server.engines.jax.weights import DecodePrecision, DecodeWeights
 from rollout_server.engines.sequence import Sequence
 from scalerl_jax.model import row_blocks

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from scalerl_jax.environments.data.columns import MalformedRows
-from scalerl_jax.environments.data.files import NamedColumns, files_of, kind_of, read_batch, read_file
+from scalerl_jax.environments.data.row_files import NamedColumns, files_of, kind_of, read_batch, read_file
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w.-]+))?(?:#([\w.-]+))?")
 _ROWS = 256  # rows held as Python objects at a time

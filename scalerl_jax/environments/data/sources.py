@@ -1,6 +1,6 @@
 """Sources of rows: [LAYOUT:]WHERE[*WEIGHT], separated by commas.
 
-    data/train.jsonl                  a file, a folder of files or a pattern (files.py)
+    data/train.jsonl                  a file, a folder of files or a pattern (row_files.py)
     gsm8k:data/train.jsonl            a file in the layout of a known data set (layouts.py)
     ORG/NAME[@CONFIG][#SPLIT]         a data set of the hub (hub.py); the default split is train, or for validation
                                       test or else validation
@@ -18,11 +18,11 @@ import os
 import re
 from collections.abc import Iterator
 
-from scalerl_jax.environments.data import files, hub
+from scalerl_jax.environments.data import hub, row_files
 from scalerl_jax.environments.data.columns import MalformedRows
-from scalerl_jax.environments.data.files import NamedColumns
 from scalerl_jax.environments.data.hub import HubName
 from scalerl_jax.environments.data.layouts import LAYOUTS, DatasetLayout
+from scalerl_jax.environments.data.row_files import NamedColumns
 
 _WEIGHT = re.compile(r"(.+)\*([0-9]+\.?[0-9]*|\.[0-9]+)")
 _LAYOUT = re.compile(r"(\w+):(.+)")
@@ -56,8 +56,8 @@ class Source:
         Raises ValueError naming the config's field, or the file and row, at fault.
         """
         if not self.hub:
-            for path in files.files_of(self.where, self.field):
-                yield from files.read_file(path, malformed)
+            for path in row_files.files_of(self.where, self.field):
+                yield from row_files.read_file(path, malformed)
             return
         splits = _HELD_OUT_SPLITS if held_out else ("train",)
         names, patterns = [self.hub], list[str]()

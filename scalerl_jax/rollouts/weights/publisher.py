@@ -11,7 +11,7 @@ Dense tensors may be given as a function that copies them to the host. It runs o
 trainer's next update, and not at all if a newer version is published before a server needs this one. The changes are
 copied to the host in any case, because the next deltas build on them.
 
-On several hosts this runs on the first: it sends its own part, and has the others send theirs (parts.py).
+On several hosts this runs on the first: it sends its own part, and has the others send theirs (host_parts.py).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.loop_thread import log_fault, watched
 from scalerl_jax.rollouts.weights import payload as payload_lib
-from scalerl_jax.rollouts.weights.parts import PartPush, Parts
+from scalerl_jax.rollouts.weights.host_parts import PartPush, Parts
 from scalerl_jax.rollouts.weights.payload import DeltaCache, Payload, TensorBlocks, Tensors
 from scalerl_jax.rollouts.weights.push import Push, PushReport, together
 

@@ -36,7 +36,7 @@ from scalerl_jax.scaling.calibrate import (
     leave_one_out,
     whole_run,
 )
-from scalerl_jax.scaling.commands import reading, results
+from scalerl_jax.scaling.commands import reading, terminal
 from scalerl_jax.scaling.judged import Summary, summaries
 from scalerl_jax.scaling.points import TooFewPoints
 from scalerl_jax.system import platforms
@@ -49,7 +49,7 @@ def run() -> None:
 
 
 def main(paths: Sequence[str]) -> None:
-    console = results.make_console()
+    console = terminal.make_console()
     out = reading.check_arguments(paths, "calibrate")
     for flag in (given.PASSES, given.TRIALS):
         if flag.value is None:
@@ -69,7 +69,7 @@ def main(paths: Sequence[str]) -> None:
                 try:
                     runs.append(whole_run(name, one.name, one.compute * factor, passes, trials, task=one.task))
                 except TooFewPoints as error:
-                    results.print_line(console, f"{one.source}: {name} is left out: {error}")
+                    terminal.print_line(console, f"{one.source}: {name} is left out: {error}")
     recipes, tasks = ({getattr(one, what) for one in runs} for what in ("recipe", "task"))
     with user_mistakes(), Progress(console=console, transient=True) as progress:
         first = progress.add_task("runs foretold", total=len(runs))
@@ -89,7 +89,7 @@ def main(paths: Sequence[str]) -> None:
     what = f"{len(runs)} runs of {len(recipes)} recipes" + (f" on {len(tasks)} tasks" if len(tasks) > 1 else "")
     console.print(_table(table, f"later evaluations of {what}, foretold by {by}"))
     for fraction in FRACTIONS:
-        results.print_line(console, judged.identified_sentence(found, sigmoids, fraction))
+        terminal.print_line(console, judged.identified_sentence(found, sigmoids, fraction))
     document: dict[str, Any] = {
         "x": reading.axis_labels()[0],
         "runs": len(runs),
@@ -99,17 +99,17 @@ def main(paths: Sequence[str]) -> None:
         "summaries": [one._asdict() for one in table],
         "cases": [judged.case_document(*both) for both in zip(found, scores, sigmoids)],
     }
-    written = results.write(out, "calibrate", document, _figure(table))
+    written = terminal.write(out, "calibrate", document, _figure(table))
     if path is None:
         written.insert(0, os.path.join(out, "calibration.json"))
         write_whole(written[0], numbers.text())
-    results.print_line(console, f"written: {', '.join(written)}")
+    terminal.print_line(console, f"written: {', '.join(written)}")
 
 
 def _table(rows: Sequence[Summary], title: str) -> Table:
     heads = ["from", "forecast of", *(f"within {level:.0%}" for level in LEVELS), "CRPS"]
     heads += ["|error| mean", "median", "bias", "width"]
-    table = results.new_table(title, *heads, no_wrap=True)
+    table = terminal.new_table(title, *heads, no_wrap=True)
     last = None
     for row in rows:
         if last not in (None, row.fraction):

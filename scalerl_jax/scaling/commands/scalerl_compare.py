@@ -27,7 +27,7 @@ from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
 from scalerl_jax.scaling import decide
 from scalerl_jax.scaling import forecast as forecast_lib
 from scalerl_jax.scaling.backtest import hours
-from scalerl_jax.scaling.commands import reading, results
+from scalerl_jax.scaling.commands import reading, terminal
 from scalerl_jax.scaling.commands import scalerl_fit as fit_command
 from scalerl_jax.scaling.compare import (
     VERDICTS,
@@ -53,7 +53,7 @@ def run() -> None:
 
 
 def main(paths: Sequence[str]) -> None:
-    console = results.make_console()
+    console = terminal.make_console()
     # ------------------------------------------------------------------ arguments
     out = reading.check_arguments(paths, "compare")
     target, grid, seed = fit_flags.TARGET.value, fit_flags.GRID.value, fit_flags.SEED.value
@@ -99,19 +99,19 @@ def main(paths: Sequence[str]) -> None:
     # ------------------------------------------------------------------ print
     label, y_label = reading.axis_labels()
     for line in remarks:
-        results.print_line(console, line)
+        terminal.print_line(console, line)
     if found is not None:
         console.print(_table(found, label))
         for pair in found.pairs:
-            results.print_line(console, f"{pair.sentence}.")
+            terminal.print_line(console, f"{pair.sentence}.")
     if forecasts:
         console.print(_forecast_table(runs, forecasts, label))
         for run, forecast in zip(runs, forecasts):
-            results.print_line(console, f"{run.name}: {forecast.advice}: {forecast.reason}.")
+            terminal.print_line(console, f"{run.name}: {forecast.advice}: {forecast.reason}.")
             _print_hours(console, run, forecast.budget)
     if plan is not None:
         console.print(_plan_table(plan, label))
-        results.print_line(console, f"{plan.reason}.")
+        terminal.print_line(console, f"{plan.reason}.")
         for run in runs:
             extra = {} if plan.recommended is None else plan.recommended.extra
             _print_hours(console, run, run.reached + extra[run.name] if run.name in extra else None)
@@ -127,13 +127,13 @@ def main(paths: Sequence[str]) -> None:
         document["forecasts"] = [{"run": run.name, **dataclasses.asdict(one)} for run, one in zip(runs, forecasts)]
     if plan is not None:
         document["plan"] = decide.plan_document(plan)
-    results.print_line(console, f"written: {', '.join(results.write(out, 'compare', document, figure))}")
+    terminal.print_line(console, f"written: {', '.join(terminal.write(out, 'compare', document, figure))}")
 
 
 def _print_hours(console: Console, run: Run, compute: float | None) -> None:
     """Prints the device-hours of so much compute of a run, if its rows have them."""
     if compute is not None and (cost := hours(compute, run.rate)):
-        results.print_line(console, f"{run.name}: to {short_number(compute)}{cost}.")
+        terminal.print_line(console, f"{run.name}: to {short_number(compute)}{cost}.")
 
 
 def _forecast(run: Run, target: float | None) -> Forecast:
@@ -155,7 +155,7 @@ def _plan(runs: Sequence[Run], budget: float, seed: int) -> decide.Plan:
 
 
 def _run_table(title: str, *heads: str) -> Table:
-    table = results.new_table(title, "run", *heads, no_wrap=True)
+    table = terminal.new_table(title, "run", *heads, no_wrap=True)
     table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"  # names may be long
     return table
 
@@ -168,11 +168,11 @@ def _table(found: Comparison, label: str) -> Table:
         slope = row.slope
         table.add_row(
             escape(row.run.name),
-            f"{row.run.fit.asymptote:.3f} {results.ends(row.interval_95, '{:.3f}'.format)}",
+            f"{row.run.fit.asymptote:.3f} {terminal.ends(row.interval_95, '{:.3f}'.format)}",
             _difference(row.asymptote, 3),
             VERDICTS[row.verdict],
             f"{row.run.fit.exponent:.2f}",
-            "" if slope is None else f"{slope.exponent:.2f} {results.ends(slope.exponent_95, '{:.2f}'.format)}",
+            "" if slope is None else f"{slope.exponent:.2f} {terminal.ends(slope.exponent_95, '{:.2f}'.format)}",
             _difference(row.exponent, 2),
             "" if slope is None else short_number(slope.midpoint),
         )
@@ -183,14 +183,14 @@ def _difference(found: Difference | None, digits: int) -> str:
     if found is None:
         return ""
     form = f"{{:+.{digits}f}}".format
-    return f"{form(found.value)} {results.ends(found.interval_95, form)}"
+    return f"{form(found.value)} {terminal.ends(found.interval_95, form)}"
 
 
 def _estimate(found: Estimate | None, form) -> str:
     if found is None:
         return ""
     value = form(found.value) if math.isfinite(found.value) else "never"
-    return f"{value} {results.ends((found.low, found.high), form, 'never')}"
+    return f"{value} {terminal.ends((found.low, found.high), form, 'never')}"
 
 
 def _forecast_table(runs: Sequence[Run], forecasts: Sequence[Forecast], label: str) -> Table:
@@ -212,7 +212,7 @@ def _plan_table(plan: decide.Plan, label: str) -> Table:
     what = "A" if plan.at is None else f"score at {short_number(plan.at)}"
     title = f"the next experiment: the choice is by {what}, wrong where another is better by more than {plan.margin:g}"
     heads = (f"extend by (C is {label})", "compute", "wrong afterwards", "expected shortfall", "")
-    table = results.new_table(title, *heads, no_wrap=True)
+    table = terminal.new_table(title, *heads, no_wrap=True)
     table.add_row("nothing", "0", f"{plan.wrong:z.1%}", f"{plan.regret:z.4f}", f"now: {escape(plan.best)}")
     shown = sorted(plan.extensions, key=lambda one: one.wrong)[:_SHOWN]
     if plan.recommended is not None and plan.recommended not in shown:

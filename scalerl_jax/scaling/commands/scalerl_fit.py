@@ -27,7 +27,7 @@ from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
 from scalerl_jax.scaling import fit_sigmoid, readers, tables, units
 from scalerl_jax.scaling.average import Calibration, average_forecast, default_calibration, read_calibration
 from scalerl_jax.scaling.backtest import HALF, LEVEL, hours, judged, of_asymptote, statement
-from scalerl_jax.scaling.commands import reading, results, watch
+from scalerl_jax.scaling.commands import reading, terminal, watch
 from scalerl_jax.scaling.fit import SEED_MARGIN, Run
 from scalerl_jax.scaling.forecast import Estimate
 from scalerl_jax.scaling.plot import plot_fits
@@ -47,13 +47,13 @@ def run() -> None:
 
 def once_or_watching(paths: Sequence[str]) -> None:
     if FLAGS.watch:
-        watch.watch(paths, main, every=FLAGS.watch_every, console=results.make_console())
+        watch.watch(paths, main, every=FLAGS.watch_every, console=terminal.make_console())
     else:
         main(paths)
 
 
 def main(paths: Sequence[str]) -> None:
-    console = results.make_console()
+    console = terminal.make_console()
     out = reading.check_arguments(paths, "fit")
     remarks: list[str] = []
     with user_mistakes():
@@ -65,14 +65,14 @@ def main(paths: Sequence[str]) -> None:
 
     # ------------------------------------------------------------------ print
     for line in remarks:
-        results.print_line(console, line)
+        terminal.print_line(console, line)
     console.print(_table(fitted, label, console.width))
     for result, found in zip(fitted, ahead):
-        results.print_line(console, f"{result.name}: {of_asymptote(result.fit, result.rate)}.")
+        terminal.print_line(console, f"{result.name}: {of_asymptote(result.fit, result.rate)}.")
         if found is not None:
-            results.print_line(console, f"{result.name}: {found[1]}.")
+            terminal.print_line(console, f"{result.name}: {found[1]}.")
         if given.TARGET.value is not None and result.fit.rises:
-            results.print_line(console, f"{result.name}: {_reach(result, given.TARGET.value, label)}.")
+            terminal.print_line(console, f"{result.name}: {_reach(result, given.TARGET.value, label)}.")
     console.print(
         f"±{SEED_MARGIN:g}: what runs that differ only in their seed showed in the paper. The interval of a single run "
         "does not hold it; that of --bootstrap does where there are several seeds.",
@@ -82,7 +82,7 @@ def main(paths: Sequence[str]) -> None:
     # ------------------------------------------------------------------ write
     figure = plot_fits(fitted, x_label=label, y_label=y_label)
     try:
-        *pictures, document = results.write(out, "fit", _document(fitted, ahead, label, y_label), figure)
+        *pictures, document = terminal.write(out, "fit", _document(fitted, ahead, label, y_label), figure)
     except OSError as error:
         raise UserError(f"--out={out}: {error.strerror}") from error
     console.print(f"written: {', '.join([document, *pictures])}")
@@ -199,16 +199,16 @@ def _fit(name: str, members: list[readers.RunPoints], factor: float, initial, un
 def _table(fitted: list[Run], label: str, width: int) -> Table:
     title = f"R0 + (A - R0) / (1 + (C_mid / C)^B), C is {label}; intervals 95 %"
     heads = ("run", "A", "seeds", "B", "C_mid", "R0", "points", "residual", "identified", "error held out")
-    table = results.new_table(title, *heads, overflow="fold")
+    table = terminal.new_table(title, *heads, overflow="fold")
     table.columns[0].min_width = 10
     # Intervals are on the same line as the value if the table is wide enough, else below it.
-    between = " " if width >= results.WIDE else "\n"
+    between = " " if width >= terminal.WIDE else "\n"
     forms = ("{:.3f}".format, "{:.2f}".format, short_number)
     for one in fitted:
         fit = one.fit
         error, rises = one.held_error, fit.rises
         a, b, c = (
-            f"{form(getattr(fit, name))}{between}{results.ends(fit.intervals[name], form)}" if rises else fit.trend
+            f"{form(getattr(fit, name))}{between}{terminal.ends(fit.intervals[name], form)}" if rises else fit.trend
             for name, form in zip(PARAMETERS, forms)
         )
         table.add_row(
@@ -224,7 +224,7 @@ def _table(fitted: list[Run], label: str, width: int) -> Table:
             "" if error is None or not rises else f"{error:+.3f} at {int(one.held.sum())}",
         )
         if fit.samples is not None and rises:
-            a, b, c = (results.ends(fit.bootstrap_interval(name), form) for name, form in zip(PARAMETERS, forms))
+            a, b, c = (terminal.ends(fit.bootstrap_interval(name), form) for name, form in zip(PARAMETERS, forms))
             table.add_row(f"  {len(fit.samples)} resamples", a, "", b, c)
     return table
 

@@ -12,9 +12,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from scalerl_jax.environments.data import files
+from scalerl_jax.environments.data import row_files
 from scalerl_jax.environments.data.columns import MalformedRows
-from scalerl_jax.environments.data.files import json_row
+from scalerl_jax.environments.data.row_files import json_row
 
 ROWS = [
     {"prompt": "one?", "answer": "1"},
@@ -24,7 +24,7 @@ ROWS = [
 
 
 def read(path, most=0):
-    return list(files.read_file(str(path), MalformedRows(field="most", most=most)))
+    return list(row_files.read_file(str(path), MalformedRows(field="most", most=most)))
 
 
 def write(path, rows=ROWS, mark=b""):
@@ -177,12 +177,12 @@ def test_a_folder_is_its_files_in_order(tmp_path):
     (tmp_path / "README.md").write_text("not rows")
     (tmp_path / ".hidden.jsonl").write_text("{")
     (tmp_path / "more.jsonl").mkdir()
-    assert [path.rpartition("/")[2] for path in files.files_of(str(tmp_path), "train")] == [
+    assert [path.rpartition("/")[2] for path in row_files.files_of(str(tmp_path), "train")] == [
         "a.parquet",
         "b.jsonl",
         "c.csv.gz",
     ]
-    assert files.files_of(f"{tmp_path}/[ab].*", "train") == [f"{tmp_path}/a.parquet", f"{tmp_path}/b.jsonl"]
+    assert row_files.files_of(f"{tmp_path}/[ab].*", "train") == [f"{tmp_path}/a.parquet", f"{tmp_path}/b.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -206,5 +206,5 @@ def test_what_is_no_file_of_rows_is_named(tmp_path, where, expected):
     for name in ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test.jsonl"):
         write(tmp_path / "splits" / name, [{"a": 1}])
     with pytest.raises(ValueError, match=f"^train={tmp_path}/{expected}"):
-        files.files_of(f"{tmp_path}/{where}", "train")
-    assert len(files.files_of(f"{tmp_path}/splits/train*", "train")) == 2
+        row_files.files_of(f"{tmp_path}/{where}", "train")
+    assert len(row_files.files_of(f"{tmp_path}/splits/train*", "train")) == 2

@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from scalerl_jax.environments.data import hub
-from scalerl_jax.environments.data.files import files_of
+from scalerl_jax.environments.data.row_files import files_of
 from tests.support import ports
 from tests.support.paths import ROOT
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from rollout_server.engines.jax import decode, programs
-from rollout_server.engines.jax.programs import Kind, Programs, buckets
+from rollout_server.engines.jax import compiled_programs, decode
+from rollout_server.engines.jax.compiled_programs import Kind, Programs, buckets
 from rollout_server.engines.jax.slots import SlotPool
 from rollout_server.engines.jax.weights import abstract_weights, decode_precision, decode_weights, model_params
 from rollout_server.engines.sequence import Counters, Sequence
@@ -198,8 +198,8 @@ def at_once(monkeypatch):
         widths.append(width)
         return run_chunk(pool, weights, width, kind, program)
 
-    monkeypatch.setattr(programs, "UNPRICED", (1.0, 0.0))
-    monkeypatch.setattr(programs, "ThreadPoolExecutor", lambda *_, **__: AtOnce())
+    monkeypatch.setattr(compiled_programs, "UNPRICED", (1.0, 0.0))
+    monkeypatch.setattr(compiled_programs, "ThreadPoolExecutor", lambda *_, **__: AtOnce())
     monkeypatch.setattr(SlotPool, "_run_chunk", noted)
     return widths
 
@@ -339,11 +339,11 @@ def test_a_narrow_chunk_is_compiled_once_going_without_has_cost_as_much(caplog):
 
 
 def test_the_widths_that_are_compiled():
-    assert programs.widths(64, copies_are_cheap=True) == [8, 16, 32, 64]
-    assert programs.widths(64, copies_are_cheap=False) == [8, 16, 64]
-    assert programs.widths(24, copies_are_cheap=True) == [8, 24]
-    assert programs.widths(24, copies_are_cheap=False) == [24]
-    assert programs.widths(4, copies_are_cheap=True) == [4]
+    assert compiled_programs.widths(64, copies_are_cheap=True) == [8, 16, 32, 64]
+    assert compiled_programs.widths(64, copies_are_cheap=False) == [8, 16, 64]
+    assert compiled_programs.widths(24, copies_are_cheap=True) == [8, 24]
+    assert compiled_programs.widths(24, copies_are_cheap=False) == [24]
+    assert compiled_programs.widths(4, copies_are_cheap=True) == [4]
 
 
 def test_the_first_tokens_frequencies_match_the_softmax():

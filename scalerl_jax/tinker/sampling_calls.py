@@ -25,10 +25,10 @@ from scalerl_jax.gateway.generators import Refused as ServerRefused
 from scalerl_jax.gateway.wire import ApiError, SampleRequest, field, number, sampling_fields
 from scalerl_jax.rollouts.requests import stable_hash
 from scalerl_jax.tinker import tinker_pb2 as pb
-from scalerl_jax.tinker import wire
+from scalerl_jax.tinker import tinker_wire
 from scalerl_jax.tinker.samplers import Samplers, Weights
 from scalerl_jax.tinker.store import Future, Store
-from scalerl_jax.tinker.wire import RefusedCall
+from scalerl_jax.tinker.tinker_wire import RefusedCall
 
 MOST_SAMPLES = 1024
 MOST_TOP_K = 1024
@@ -128,7 +128,7 @@ class SamplingCalls:
             for completion, (_, made) in zip(completions, found, strict=True)
         ]
         prompt_scores = scored.result() if scored is not None else None
-        answer = wire.samples_of(completions, tops, prompt_scores, last=last, top_k=top, targets=targets)
+        answer = tinker_wire.samples_of(completions, tops, prompt_scores, last=last, top_k=top, targets=targets)
         return answer, versions
 
     def _prompt(self, body: Mapping[str, Any]) -> np.ndarray:

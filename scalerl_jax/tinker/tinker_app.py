@@ -25,11 +25,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from scalerl_jax.gateway.wire import ApiError, bad, check_key, field, number, object_of, read_body
-from scalerl_jax.tinker import wire
-from scalerl_jax.tinker.sampling import MOST_SAMPLES, SamplingCalls
+from scalerl_jax.tinker import tinker_wire
+from scalerl_jax.tinker.sampling_calls import MOST_SAMPLES, SamplingCalls
 from scalerl_jax.tinker.store import Conflict, Future, Store
+from scalerl_jax.tinker.tinker_wire import RefusedCall
 from scalerl_jax.tinker.training import Training
-from scalerl_jax.tinker.wire import RefusedCall
 
 POLL_SECONDS = 30.0  # that retrieve_future waits, at most; the client gives up after 45
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -291,7 +291,7 @@ class Tinker:
         data = await read_body(request)
         if request.headers.get("content-type", "").split(";")[0] != _PROTOBUF:
             raise bad(f"content-type: must be {_PROTOBUF}")
-        asked = wire.parse(data)
+        asked = tinker_wire.parse(data)
         body = {"model_id": asked.model_id, "seq_id": asked.seq_id}
         return JSONResponse(self._training_call("forward_backward", data, body))
 

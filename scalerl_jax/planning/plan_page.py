@@ -10,7 +10,7 @@ from scalerl_jax.planning import compiled
 from scalerl_jax.planning.cost import Cost, FleetSpeed
 from scalerl_jax.planning.layout_plan import LayoutPlan, Question
 from scalerl_jax.planning.roofline import Traffic
-from scalerl_jax.scaling.commands.results import new_table, print_line
+from scalerl_jax.scaling.commands.terminal import new_table, print_line
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system.memory import gib
 

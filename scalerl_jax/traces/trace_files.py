@@ -31,7 +31,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments import parts
 from scalerl_jax.environments.base import prompt_key
-from scalerl_jax.environments.data import files as data_files
+from scalerl_jax.environments.data import row_files as data_files
 from scalerl_jax.environments.data import sources
 from scalerl_jax.environments.data.columns import MISSING, Malformed, MalformedRows, find, keys, read_text
 from scalerl_jax.environments.prompts import Prompts
