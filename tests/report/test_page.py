@@ -41,7 +41,7 @@ def data(run) -> dict:
 @pytest.mark.slow
 def test_a_collapse_is_the_first_alarm(tmp_path):
     folder = run_folders.write_run(tmp_path / "fallen")
-    assert not [alarm for alarm in read_run(folder)["health"]["alarms"] if "collapsed" in alarm["says"]]
+    assert not [alarm for alarm in read_run(folder)["health"]["alarms"] if "collapsed" in alarm["message"]]
     path = pathlib.Path(folder) / "evals.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
@@ -50,12 +50,12 @@ def test_a_collapse_is_the_first_alarm(tmp_path):
         row |= {"passes": [0] * len(row["passes"]), "pass_rate": 0.0, "pass_rate_low": 0.0, "pass_rate_high": 0.01}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, *_ = read_run(folder)["health"]["alarms"]
-    assert first["says"].startswith("the policy has collapsed since update 2") and first["loud"]
+    assert first["message"].startswith("the policy has collapsed since update 2") and first["loud"]
     assert (
-        "held-out pass rate 0.000 at step 30" in first["says"]
+        "held-out pass rate 0.000 at step 30" in first["message"]
         and "go back to the checkpoint of update" in first["advice"]
     )
-    assert first["says"] in html_of(folder)
+    assert first["message"] in html_of(folder)
 
 
 def html_of(folder: str) -> str:
@@ -178,7 +178,7 @@ def test_a_flat_run_has_words_in_the_place_of_a_curve(tmp_path):
 
 def test_an_alarm_says_what_to_do(data):
     (alarm,) = data["health"]["alarms"]
-    assert alarm["chart"] == "truncated" and alarm["says"].startswith("12% of the completions are cut by the token")
+    assert alarm["chart"] == "truncated" and alarm["message"].startswith("12% of the completions are cut by the token")
     assert "config.rollout.answer_budget" in alarm["advice"]
 
 

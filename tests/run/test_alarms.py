@@ -55,7 +55,7 @@ def test_the_console_says_why_and_the_page_says_the_same(shares, why):
     assert line.startswith("update 5: nothing is learned, ") and why in line and "What to do: " in line
     assert "\n" not in line
     (alarm,) = health(rows, SETTINGS)["alarms"]
-    assert alarm["chart"] == "surviving" and alarm["says"] in line and alarm["advice"] in line
+    assert alarm["chart"] == "surviving" and alarm["message"] in line and alarm["advice"] in line
 
 
 def test_once_an_episode_and_again_when_it_is_over():
@@ -129,7 +129,7 @@ def test_each_sign_that_goes_wrong_raises_its_own_alarm(column, within, past, sa
     gone = [sound(step, **{column: past}) for step in range(11, 31)]
     (alarm,) = alarms.alarms(before + gone, SETTINGS)
     key = next(key for key, sign in alarms.SIGNS.items() if sign.column == column)
-    assert (alarm.chart, alarm.loud) == (key, loud) and alarm.says.startswith(says) and "the limit is" in alarm.says
+    assert (alarm.chart, alarm.loud) == (key, loud) and alarm.message.startswith(says) and "the limit is" in alarm.message
     assert alarm.advice == alarms.SIGNS[key].advice and "\n" not in str(alarm)
     *_, last = said(before + gone)  # a mean that climbs may pass the warning's limit first
     assert (": ALARM: " if loud else ": warning: ") in last and last.endswith(f"What to do: {alarm.advice}.")

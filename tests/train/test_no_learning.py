@@ -21,7 +21,7 @@ def test_a_run_without_a_right_answer_says_what_is_wrong(tmp_path, flags, replay
     assert console.count("nothing is learned, all completions are wrong: 5 updates without a gradient (1 to 5;") == 1
     assert np.mean([row["interrupted"] for row in run.metrics]) > 0.1  # by design of this task, and said beside
     alarm, beside = json.loads(re.search(r'"alarms":(\[.*?\])', (tmp_path / "run/report.html").read_text())[1])
-    assert alarm["says"].startswith("nothing is learned, all completions are wrong: 12 updates without a gradient")
+    assert alarm["message"].startswith("nothing is learned, all completions are wrong: 12 updates without a gradient")
     assert console.count("update 10: ALARM: ") == console.count(": ALARM: ") == 1  # of the interruptions
     assert console.count("ALARM: ") == 1 + 2  # both stand at the run's end, too
     assert "of the completions have their thinking cut short (mean of the last 10 updates; the limit is 10%)" in console

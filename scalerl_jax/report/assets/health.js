@@ -54,7 +54,7 @@ function alarmList() {
       make(
         'li',
         { class: alarm.loud ? null : 'warning' },
-        make('span', { class: 'says', text: `${run.name}${alarm.loud ? '' : ', warning'}: ${alarm.says}.` }),
+        make('span', { class: 'says', text: `${run.name}${alarm.loud ? '' : ', warning'}: ${alarm.message}.` }),
         make('span', { class: 'advice', text: `What to do: ${alarm.advice}.` }),
       ),
     ),
