@@ -129,7 +129,8 @@ def test_each_sign_that_goes_wrong_raises_its_own_alarm(column, within, past, sa
     gone = [sound(step, **{column: past}) for step in range(11, 31)]
     (alarm,) = alarms.alarms(before + gone, SETTINGS)
     key = next(key for key, sign in alarms.SIGNS.items() if sign.column == column)
-    assert (alarm.chart, alarm.loud) == (key, loud) and alarm.message.startswith(says) and "the limit is" in alarm.message
+    assert (alarm.chart, alarm.loud) == (key, loud)
+    assert alarm.message.startswith(says) and "the limit is" in alarm.message
     assert alarm.advice == alarms.SIGNS[key].advice and "\n" not in str(alarm)
     *_, last = said(before + gone)  # a mean that climbs may pass the warning's limit first
     assert (": ALARM: " if loud else ": warning: ") in last and last.endswith(f"What to do: {alarm.advice}.")
