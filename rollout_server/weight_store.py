@@ -258,7 +258,7 @@ class WeightStore:
         return [((0,) * len(shape), shape)]
 
     def check_base(self, header: pb.WeightHeader) -> None:
-        """Raises FullSyncNeeded where the host copy does not hold the version that a delta starts from."""
+        """Raises BaseNotHeld where the host copy does not hold the version that a delta starts from."""
         if header.HasField("base"):
             base = codec.version_from_proto(header.base)
             if self.held != base:
@@ -299,7 +299,7 @@ class WeightStore:
         """Writes the staged version into the host copy: (read-only views of all its tensors, their changes).
 
         others: the other parts of the version. The copy then holds no version until the caller sets `held`, after the
-        engine has loaded it. Slow; may run on any thread. Raises FullSyncNeeded where the version turns out wrong; a
+        engine has loaded it. Slow; may run on any thread. Raises BaseNotHeld where the version turns out wrong; a
         delta's changes are then undone. Raises ValueError where the parts of a dense version do not cover it.
         """
         changes: Changes = dict.fromkeys(self._shapes)
@@ -362,7 +362,7 @@ class WeightStore:
             offset += count
 
     def _decode(self, parts: Sequence[Staging]) -> Changes:
-        """Decodes the changes; unchanged tensors are not named. Writes nothing. Raises FullSyncNeeded."""
+        """Decodes the changes; unchanged tensors are not named. Writes nothing. Raises BaseNotHeld."""
         found: dict[str, list[Change] | None] = {}  # None: not only element by element
         for staging in parts:
             for name, part in self._parts(staging):
@@ -422,7 +422,7 @@ def _digests(parts: Sequence[Staging]) -> dict[str, int]:
 
 
 def _together(name: str, changes: Sequence[Change]) -> Change:
-    """Merges the changes of several parts. Raises FullSyncNeeded where two have the same position."""
+    """Merges the changes of several parts. Raises BaseNotHeld where two have the same position."""
     if len(changes) == 1:
         return changes[0]
     positions = np.concatenate([change.positions for change in changes])

@@ -320,6 +320,7 @@ class EpisodePool:
                 continue
             if "error" in reply:
                 raise ScorerError(reply["error"])
+            self._worker.socket.settimeout(None)  # sockets of episodes are sent through it
             return
         raise ScorerError(f"the process that plays episodes ended: {why}")
 

@@ -170,7 +170,7 @@ def number(body: Mapping[str, Any], name: str, default: Any, low: float, high: f
 
 
 def sampling_fields(body: Mapping[str, Any], *, stop: str = "stop") -> dict[str, Any]:
-    """The sampling fields of Asked. stop: the field with the stop strings. Raises ApiError."""
+    """The sampling fields of SampleRequest. stop: the field with the stop strings. Raises ApiError."""
     stops = field(body, stop, (str, list), [])
     stops = [stops] if isinstance(stops, str) else stops
     if not all(isinstance(one, str) and one for one in stops):

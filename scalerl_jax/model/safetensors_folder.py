@@ -103,7 +103,10 @@ class Tensors(Mapping[str, np.ndarray]):
         """The shape of a tensor. Raises ValueError if its experts have different shapes."""
         if name in self._columns:
             whole, _, of = self._columns[name]
-            *before, rows, columns = self._where[whole].shape
+            found = self._where[whole].shape
+            if len(found) < 2:
+                return found
+            *before, rows, columns = found
             return (*before, columns // of, rows)
         if name not in self._parts:
             return self._where[name].shape

@@ -6,7 +6,7 @@
       GroupBuffer              groups in flight, ready, pending           dismiss, probe, evaluation
       Publisher                versions                            evaluate, result
       Teachers                 score completions, too              status, waiting
-      Evaluations              one after another
+      EvaluationQueue          one after another
       pump                     which server is asked for what next
 
 All state belongs to the loop's thread; a call from outside runs there and is waited for. Of the callables given to the

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class Trust:
-    """See the module. What the trainer's thread calls runs on the fleet's event loop, as all else does.
+    """See the module. All of it runs on the fleet's event loop but `wait_for_the_first`, which blocks its caller.
 
     buffer: the groups to train on. context: `fail` ends the run, `event` gets ("parity", {server, found, completions,
     sent_away}) at each dismissal.

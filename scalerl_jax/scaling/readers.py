@@ -123,7 +123,7 @@ def read_runs(
     duplicates: str = "error",
     parts_too: bool = True,
 ) -> list[RunPoints]:
-    """One Evaluations for each run and seed, in the order of the files. Raises InputError.
+    """One RunPoints for each run and seed, in the order of the files. Raises InputError.
 
     x, y: columns; None is allowed for run folders only (and x for trainer_state.json). run_column, seed_column: columns
     that distinguish runs, and seeds of a run, within a file. seeds_by_folder: files of one folder are seeds of one run,

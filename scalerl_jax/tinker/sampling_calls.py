@@ -132,7 +132,7 @@ class SamplingCalls:
         return answer, versions
 
     def _prompt(self, body: Mapping[str, Any]) -> np.ndarray:
-        """[tokens] int32. Raises ApiError, Refused."""
+        """[tokens] int32. Raises ApiError, RefusedCall."""
         chunks = field(field(body, "prompt", dict, {}), "chunks", list, [])
         tokens: list[int] = []
         for chunk in chunks:
@@ -171,7 +171,7 @@ class SamplingCalls:
 
 
 def _asked(body: Mapping[str, Any]) -> SampleRequest:
-    """How it is sampled. Raises ApiError, Refused."""
+    """How it is sampled. Raises ApiError, RefusedCall."""
     for name in ("prompt_alt_tokens_k", "record_stability_info"):
         if body.get(name):
             raise RefusedCall(f"{name}: is not offered")

@@ -12,7 +12,7 @@ input tokens is one segment of n + 1: targets are the inputs shifted by one, and
 
 Numbers are those of loss_fn_config: `clip_low_threshold` and `clip_high_threshold`, bounds of r itself; `beta`.
 
-Unsupported requests raise Refused, whose text the client shows.
+Unsupported requests raise RefusedCall, whose text the client shows.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class Pass:
 
 
 def parse(body: bytes) -> pb.ForwardBackwardRequest:
-    """Raises Refused."""
+    """Raises RefusedCall."""
     try:
         return pb.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
@@ -72,7 +72,7 @@ def parse(body: bytes) -> pb.ForwardBackwardRequest:
 
 
 def pass_of(request: pb.ForwardBackwardRequest, *, vocabulary: int, longest: int) -> Pass:
-    """longest: tokens of a segment. Raises Refused, naming the datum at fault."""
+    """longest: tokens of a segment. Raises RefusedCall, naming the datum at fault."""
     objective = objective_of(request)
     if not request.data:
         raise RefusedCall("data: there is none")
@@ -91,7 +91,7 @@ def pass_of(request: pb.ForwardBackwardRequest, *, vocabulary: int, longest: int
 
 
 def objective_of(request: pb.ForwardBackwardRequest) -> ObjectiveConfig:
-    """Raises Refused."""
+    """Raises RefusedCall."""
     name, numbers = request.loss_fn, dict(request.loss_fn_config)
     if name not in _NUMBERS:
         why = "is not offered" if name in _NOT_OFFERED else "is not known"

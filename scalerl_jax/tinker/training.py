@@ -43,7 +43,7 @@ _ATTENTION, _MLP = "q_proj,k_proj,v_proj,o_proj", "gate_proj,up_proj,down_proj"
 
 
 def targets_of(lora: Mapping[str, Any], decoder: DecoderConfig) -> str:
-    """The targets, in config.lora's form. Raises Refused."""
+    """The targets, in config.lora's form. Raises RefusedCall."""
     attention, mlp = lora.get("train_attn", True), lora.get("train_mlp", True)
     names = ["all-linear"] if attention and mlp else [_ATTENTION] * attention + [_MLP] * mlp
     if lora.get("train_unembed", True) and not decoder.tied_embeddings:

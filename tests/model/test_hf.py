@@ -244,6 +244,17 @@ def test_what_is_no_weight_of_the_decoder_is_no_mistake(model: Any, tmp_path: pa
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(load_hf(str(folder))[1]), from_hf(named, config))
 
 
+@pytest.mark.parametrize("shape", [(), (5,)])
+def test_experts_without_rows_and_columns_are_named(tmp_path: pathlib.Path, shape: tuple[int, ...]) -> None:
+    config, name = toy_decoder(family="llama4_text"), "model.layers.0.feed_forward.experts.gate_up_proj"
+    write_folder(tmp_path, config, random_tensors(config, 0))
+    whole = load_file(tmp_path / SINGLE)
+    assert name in whole
+    save_file({**whole, name: np.ones(shape, np.float32)}, tmp_path / SINGLE)
+    with pytest.raises(ValueError, match=r"experts.* has shape \(5?,?\), not"):
+        load_hf(str(tmp_path))
+
+
 @pytest.mark.slow
 def test_the_text_model_beside_one_for_images(tmp_path: pathlib.Path) -> None:
     config = toy_decoder(family="llama4_text", rope_theta=5e5)

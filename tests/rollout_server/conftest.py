@@ -98,8 +98,8 @@ async def opened_jax(folder: pathlib.Path, *, lookahead: int | None = None, **op
     """A JaxEngine, made on another thread, and closed at the end."""
     from rollout_server.engines.jax.engine import JaxEngine
 
-    told = EngineOptions(str(folder), **{**DEFAULTS, **options})
-    engine = await asyncio.to_thread(JaxEngine, told, lookahead=lookahead)
+    chosen = EngineOptions(str(folder), **{**DEFAULTS, **options})
+    engine = await asyncio.to_thread(JaxEngine, chosen, lookahead=lookahead)
     try:
         yield engine
     finally:

@@ -334,7 +334,7 @@ def with_tests(columns: Mapping[str, Any], layout: DatasetLayout, column: str) -
 
 
 def has(columns: Mapping[str, Any], layout: DatasetLayout) -> bool:
-    """Whether a row belongs to the layout (Layout.only): a data set may contain other rows too."""
+    """Whether a row belongs to the layout (DatasetLayout.only): a data set may contain other rows too."""
     column, values = layout.only
     found = find(columns, column) if column else MISSING
     return found is MISSING or str("" if found is None else found).strip().lower() in values

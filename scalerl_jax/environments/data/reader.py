@@ -20,7 +20,7 @@ Finish = Callable[[Row, Mapping[str, Any]], Row]  # of a row and its columns; ra
 class Reader:
     """Provides rows, weights and notes of an Environment that reads config.environment.train and validation.
 
-    kind: the Layout.kind of layouts that it accepts; rows of "math" must have an answer. finish: makes the row that the
+    kind: the DatasetLayout.kind of layouts that it accepts; rows of "math" must have an answer. finish: makes the row that the
     environment scores, from a row and its columns.
     """
 
