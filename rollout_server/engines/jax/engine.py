@@ -203,7 +203,8 @@ def of_model(
         token=2 * config.layers * config.kv_heads * config.head_dim * ITEMSIZE[precision.cache],
         weights=sum(struct.size * struct.dtype.itemsize for struct in jax.tree.leaves(weights)),
         host_copy=sum(map(math.prod, hf_tensors(config).values())) * ITEMSIZE[options.sync_dtype],
-        # A chunk of fewer than all slots copies at most half of them on a CPU, a quarter elsewhere (compiled_programs.widths).
+        # A chunk of fewer than all slots copies at most half of them on a CPU, a quarter elsewhere
+        # (compiled_programs.widths).
         # A cache grows layer by layer, keys and then values.
         copies=max(0.5 if precision.on_cpu else 0.25, 1 / config.layers / 2),
     )

@@ -20,8 +20,8 @@ Finish = Callable[[Row, Mapping[str, Any]], Row]  # of a row and its columns; ra
 class Reader:
     """Provides rows, weights and notes of an Environment that reads config.environment.train and validation.
 
-    kind: the DatasetLayout.kind of layouts that it accepts; rows of "math" must have an answer. finish: makes the row that the
-    environment scores, from a row and its columns.
+    kind: the DatasetLayout.kind of layouts that it accepts; rows of "math" must have an answer. finish: makes the row
+    that the environment scores, from a row and its columns.
     """
 
     def __init__(self, config: Config, *, kind: str = "math", finish: Finish | None = None):
