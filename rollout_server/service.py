@@ -21,6 +21,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -43,7 +44,9 @@ from scalerl_jax.contract import codec, limits, rollout_pb2_grpc, rpc
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.limits import SERVER_OPTIONS
 from scalerl_jax.contract.security import OPEN, Access
-from scalerl_jax.system.metrics_endpoint import Family, MetricsEndpoint
+
+if TYPE_CHECKING:
+    from scalerl_jax.system.metrics_endpoint import Family, MetricsEndpoint
 
 # Score calls that may wait for the engine at once, and ScoreMany calls likewise: each holds one sequence in memory.
 MAXIMUM_SCORES = 8
@@ -315,7 +318,7 @@ COUNTERS = {
 METRIC_LABELS = ("engine", "server_id", "compute_dtype", "sync_dtype", "head_precision")
 
 
-def families(status: pb.StatusReply) -> Iterable[Family]:
+def families(status: pb.StatusReply) -> Iterable["Family"]:
     for kind, fields in (("gauge", GAUGES), ("counter", COUNTERS)):
         for field, description in fields.items():
             yield METRIC_PREFIX + field, description, kind, (), {(): float(getattr(status, field))}
@@ -324,18 +327,20 @@ def families(status: pb.StatusReply) -> Iterable[Family]:
     yield METRIC_PREFIX.removesuffix("_"), "What the generator is.", "info", METRIC_LABELS, {values: 1.0}
 
 
-def serve_metrics(service: RolloutService, host: str, port: int) -> MetricsEndpoint:
+def serve_metrics(service: RolloutService, host: str, port: int) -> "MetricsEndpoint":
     """Serves metrics until the process ends. Call it on the event loop. Raises ValueError as MetricsEndpoint does.
 
     Each request asks the event loop, so a server whose loop is stuck answers 503, and one that has ended does not
     answer.
     """
+    from scalerl_jax.system.metrics_endpoint import MetricsEndpoint  # for servers with --metrics_port alone
+
     loop = asyncio.get_running_loop()
 
     async def status() -> pb.StatusReply:
         return service.status()
 
-    def collect() -> Iterable[Family]:
+    def collect() -> Iterable["Family"]:
         return list(families(asyncio.run_coroutine_threadsafe(status(), loop).result(ANSWER_SECONDS)))
 
     return MetricsEndpoint(collect, host=host, port=port)

@@ -320,7 +320,6 @@ class EpisodePool:
                 continue
             if "error" in reply:
                 raise ScorerError(reply["error"])
-            self._worker.socket.settimeout(None)  # sockets of episodes are sent through it
             return
         raise ScorerError(f"the process that plays episodes ended: {why}")
 

@@ -101,13 +101,18 @@ class WorkerProcess:
             raise
 
     def exchange(self, line: str, seconds: float) -> bytes:
-        """Writes a line and reads one. Raises WorkerDied if none arrives within `seconds` by clock."""
+        """Writes a line and reads one; its limit holds for nothing else that is sent through the socket.
+
+        Raises WorkerDied if none arrives within `seconds` by clock.
+        """
         try:
-            return exchange(self.socket, line, seconds)
+            reply = exchange(self.socket, line, seconds)
         except TimeoutError:
             raise WorkerDied(ended=False) from None
         except (EOFError, ConnectionError):
             raise WorkerDied from None
+        self.socket.settimeout(None)
+        return reply
 
     def last_stderr_line(self) -> str:
         self._errors.seek(0)

@@ -17,6 +17,7 @@ from scalerl_jax.environments.base import WRONG
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.scorer_pool import ScorerError, ScorerPool
 from scalerl_jax.environments.tokenizer import split_thinking
+from scalerl_jax.environments.worker_process import WorkerProcess
 from scalerl_jax.system import memory
 from tests.environments import odd
 from tests.support.processes import SECONDS
@@ -405,6 +406,15 @@ def test_a_worker_loads_no_more_than_it_needs():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_the_limit_of_a_line_is_not_left_on_the_socket():
+    """Else what is sent after a slow start would have no time left."""
+    worker = WorkerProcess(["cat"])
+    try:
+        assert worker.exchange("a line", SECONDS) == b"a line\n" and worker.socket.gettimeout() is None
+    finally:
+        worker.end()
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ import pytest
 
 from scalerl_jax.hosts.link import LOST, RESUMES, SILENCE_SECONDS
 from tests.support.hosts import Hosts
-from tests.support.runs import Run, config_of, read
+from tests.support.runs import config_of, read
 from tests.support.servers import serve
-from tests.train.comparing import REPLAY, UNPROBED, check_rows, damage, groups, last_checkpoint, saved
+from tests.train.comparing import REPLAY, UNPROBED, check_rows, damage, groups, last_checkpoint, saved_steps
 from tests.train.conftest import flags, model, rollouts, start, task  # noqa: F401  fixtures
 
 pytestmark = pytest.mark.slow
@@ -42,11 +42,6 @@ def differences(a, b) -> float:
         lambda x, y: float(np.abs(np.asarray(x) - np.asarray(y)).max() / np.abs(np.asarray(x)).max()), a, b
     )
     return max(jax.tree.leaves(found))
-
-
-def whole(run: Run) -> list[int]:
-    """The steps of its checkpoints that are there whole."""
-    return sorted(int(name) for name in saved(run) if name.isdigit())
 
 
 def test_however_many_they_are_and_whatever_ends_them(tmp_path: pathlib.Path, hosts, flags, model, rollouts):  # noqa: F811
@@ -107,10 +102,10 @@ def test_a_killed_first_host_ends_all_and_the_same_command_goes_on(tmp_path, hos
     flags.append("--config.checkpoint.every=2")
     with serve(tmp_path, 1, *REPLAY, f"--model={model}", f"--replay_file={rollouts}") as addresses:
         run = hosts(tmp_path / "run", 2, *flags, f"--servers={addresses[0]}")
-        run.until(lambda: len(whole(run.first)) >= 2, "2 checkpoints")
+        run.until(lambda: len(saved_steps(run.first)) >= 2, "2 checkpoints")
         run.signal(0, signal.SIGKILL)
         assert run.runs[1].wait() in (LOST, -signal.SIGABRT), run.outputs()  # the line is heard of, or JAX's own
-        before, newest = whole(run.first)[-2:]
+        before, newest = saved_steps(run.first)[-2:]
         damage(run.first, newest)
         run.again(2, f"--config.max_steps={newest + 2}").finish()
     said = run.first.output()
