@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from rollout_server.engines.jax import decode
+from rollout_server.engines.jax import decode, prompts
 from rollout_server.engines.jax.weights import decode_precision, decode_weights
 from scalerl_jax.config import ObjectiveConfig, OptimizerConfig
 from scalerl_jax.learner.optimizer import numbers_of as adamw_numbers
@@ -63,15 +63,18 @@ def test_the_engine(platform):
     both = {"config": DECODER, "precision": precision}
     prefix = decode.prefill(weights, np.zeros(64, np.int32), **both)[:2]
     settings = decode.empty_settings(SLOTS)
+    shared = prompts.empty(DECODER, precision, rows=2, length=64)
     numbers = np.zeros(3, np.int32)
     chunk = {**both, "steps": 4, "maximum": 64}
     # Threefry is a kernel of JAX's own on GPUs.
     known = {"cu_threefry2x32_ffi"}
     for name, function, arguments, named in (
         ("prefill", decode.prefill, (weights, np.zeros(64, np.int32)), both),
-        ("insert", decode.insert, (state, prefix, slots, numbers, settings), {}),
+        ("insert", decode.insert, (state, prefix, slots, slots, numbers, settings), {}),
+        ("put", prompts.put, (shared, prefix, np.int32(0), np.int32(9)), {}),
         ("move", decode.move, (state, slots, slots, np.int32(0)), {}),
         ("decode", decode.decode_chunk, (weights, state), {**chunk, "width": SLOTS}),
+        ("decode, shared prompts", decode.decode_chunk, (weights, state, shared), {**chunk, "width": SLOTS}),
         ("decode, half of the slots", decode.decode_chunk, (weights, state), {**chunk, "width": SLOTS // 2}),
     ):
         assert foreign(lowered(function, platform, *arguments, **named)) <= known, name

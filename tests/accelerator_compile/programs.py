@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from launch.machines import parse
-from rollout_server.engines.jax import caches, decode
+from rollout_server.engines.jax import caches, decode, prompts
 from rollout_server.engines.jax.engine import _hidden, _score
 from rollout_server.engines.jax.weights import abstract_weights, decode_precision
 from scalerl_jax.learner.trainer import Layout
@@ -128,13 +128,16 @@ def of_engine(device: jax.Device) -> Iterator[tuple[str, dict[str, Any]]]:
     )
     hidden = there(jax.eval_shape(functools.partial(_hidden, **both), weights, tokens))[0]
     ids = jax.ShapeDtypeStruct((len(hidden), 1), jnp.int32, sharding=on)
+    shared = there(jax.eval_shape(functools.partial(prompts.empty, DENSE, precision, rows=2, length=CACHE)))
     chunk = functools.partial(decode.decode_chunk.lower, weights, state, **both, steps=4, maximum=CACHE)
     lowered: dict[str, Callable[[], Any]] = {
         "prefill": lambda: decode.prefill.lower(weights, tokens, **both),
-        "insert": lambda: decode.insert.lower(state, prefix, slots, numbers, settings),
+        "insert": lambda: decode.insert.lower(state, prefix, slots, slots, numbers, settings),
         "move": lambda: decode.move.lower(state, slots, slots, count),
         "decode": lambda: chunk(width=SLOTS),
         "decode, half of the slots": lambda: chunk(width=SLOTS // 2),
+        "decode, shared prompts": lambda: chunk(shared, width=SLOTS),
+        "put": lambda: prompts.put.lower(shared, prefix, count, count),
         "decode, filtered": lambda: chunk(width=SLOTS, filtered=True),
         "hidden": lambda: _hidden.lower(weights, tokens, **both),
         "score": lambda: _score.lower(weights, hidden, ids, **both, top_k=8),

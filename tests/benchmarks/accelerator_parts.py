@@ -219,7 +219,7 @@ def engine(work: Work) -> dict[str, Any]:
     measured = asyncio.run(_measure(served, work))
     # Of the longest cache, in which the last steps are.
     chunks = served._pool._whole
-    least = least_of(work, [chunks[max(chunks, key=lambda kind: (kind.length, not kind.filtered))]])
+    least = least_of(work, [chunks[max(chunks, key=lambda kind: (kind.length, not kind.filtered, -kind.prompts))]])
     if least is not None:
         measured["least_step_milliseconds"] = 1e3 * least.seconds / options.decode_chunk
         measured["step_places"] = [(one.scope, 1e3 * one.seconds / options.decode_chunk) for one in least.places()]

@@ -26,7 +26,7 @@ from scalerl_jax.model.decoder import Precision
 
 Caches = list[jax.Array]  # per layer
 Prefix = Any  # (keys, values, experts | None) on the device, of decode.prefill
-_MASKED = -1e30
+MASKED = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,15 @@ class Held:
     start: jax.Array  # [B] int32: number of valid positions
 
 
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """Attention over some of the positions, before its softmax is divided by the total."""
+
+    top: jax.Array  # [B, K, G, 1] float32: the largest score
+    total: jax.Array  # [B, K, G, 1] float32: sum of exp(score - top)
+    mixed: jax.Array  # [B, K, G, h] float32: the values, each times exp(score - top)
+
+
 def attend(
     q: jax.Array,
     k: jax.Array,
@@ -45,10 +54,11 @@ def attend(
     position: jax.Array,
     *,
     first: jax.Array | None = None,
+    prompt: Partial | None = None,
 ) -> jax.Array:
     """q [B, H, h] over k [B, K, h, S] and v [B, K, S, h], over positions first..position [B] only -> [B, H, h].
 
-    first defaults to 0.
+    first defaults to 0. prompt: attention over positions that are not in k and v.
     """
     slots, heads, size = q.shape
     kv_heads, length = v.shape[1:3]
@@ -58,9 +68,25 @@ def attend(
     seen = jnp.arange(length) <= position[:, None]
     if first is not None:
         seen &= jnp.arange(length) >= first[:, None]
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None, :], scores, _MASKED), axis=-1)
-    mixed = jnp.einsum("bkgs,bksh->bkgh", weights.astype(v.dtype), v, **dot)
+    mixed = _mixed([jnp.where(seen[:, None, None, :], scores, MASKED)], [v], prompt, dot)
     return mixed.reshape(slots, heads, size).astype(q.dtype)
+
+
+def _mixed(scores: list[jax.Array], values: list[jax.Array], prompt: Partial | None, dot: Any) -> jax.Array:
+    """One softmax over all parts: scores [B, K, G, S] and values [B, K, S, h] of each, and the prompt's."""
+    tops = [jnp.max(part, axis=-1, keepdims=True) for part in scores]
+    top = functools.reduce(jnp.maximum, tops if prompt is None else [*tops, prompt.top])
+    weights = [jnp.exp(part - top) for part in scores]
+    total = sum(jnp.sum(part, axis=-1, keepdims=True) for part in weights)
+    if prompt is not None:
+        scale = jnp.exp(prompt.top - top)
+        total += prompt.total * scale
+    products = [
+        jnp.einsum("bkgs,bksh->bkgh", (part / total).astype(v.dtype), v, **dot) for part, v in zip(weights, values)
+    ]
+    if prompt is not None:
+        products.append(prompt.mixed * (scale / total))
+    return functools.reduce(jnp.add, products)
 
 
 def attend_one(
@@ -78,7 +104,7 @@ def attend_one(
     scores = jnp.einsum(product, grouped, k, **dot) * (1 / math.sqrt(size))
     at = jnp.arange(length)
     seen = (at <= position[:, None]) & (at >= first[:, None])
-    weights = jax.nn.softmax(jnp.where(seen, scores, _MASKED), axis=-1)
+    weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1)
     mixed = jnp.einsum("kgcs,ksh->ckgh", weights.astype(v.dtype), v, **dot)
     return mixed.reshape(count, heads, size).astype(q.dtype)
 
@@ -91,6 +117,7 @@ def attend_held(
     step: jax.Array,
     *,
     first: jax.Array | None = None,
+    prompt: Partial | None = None,
 ) -> jax.Array:
     """As `attend`, where positions 0..start - 1 [B] are in `held`, and those of steps 0..step of this chunk in `new`,
     keys and values [B, K, N, h]."""
@@ -103,17 +130,11 @@ def attend_held(
     if first is not None:
         seen = [seen[0] & (jnp.arange(length) >= first[:, None]), seen[1] & (start[:, None] + steps >= first[:, None])]
     parts = [
-        jnp.where(mask[:, None, None], jnp.einsum("bkgh,bksh->bkgs", grouped, k, **dot) / math.sqrt(size), _MASKED)
+        jnp.where(mask[:, None, None], jnp.einsum("bkgh,bksh->bkgs", grouped, k, **dot) / math.sqrt(size), MASKED)
         for k, mask in zip((held[0], new[0]), seen)
     ]
-    top = jnp.maximum(*(jnp.max(part, axis=-1, keepdims=True) for part in parts))
-    weights = [jnp.exp(part - top) for part in parts]
-    total = sum(jnp.sum(part, axis=-1, keepdims=True) for part in weights)
-    before, of_chunk = (
-        jnp.einsum("bkgs,bksh->bkgh", (part / total).astype(v.dtype), v, **dot)
-        for part, v in zip(weights, (held[1], new[1]))
-    )
-    return (before + of_chunk).reshape(slots, heads, size).astype(q.dtype)
+    mixed = _mixed(parts, [held[1], new[1]], prompt, dot)
+    return mixed.reshape(slots, heads, size).astype(q.dtype)
 
 
 def nothing_new(caches: Caches, steps: int) -> Caches:

@@ -28,6 +28,7 @@ class Kind(NamedTuple):
 
     length: int  # of the cache
     filtered: bool  # some slot asks for a top-k or top-p
+    prompts: int = 0  # positions of the shared prompts; 0: no slot reads one
 
 
 _log = logging.getLogger(__name__)
@@ -76,6 +77,15 @@ class Programs:
     def price(self, kind: Kind, *, chunk: float, compiling: float) -> None:
         """Records the seconds that such a chunk of all slots takes, and that compiling it took."""
         self._seconds[kind] = chunk, compiling
+
+    @property
+    def compiled(self) -> list[int]:
+        """The widths of the programs compiled so far."""
+        return sorted({width for (width, _), program in self._programs.items() if program is not None})
+
+    def add(self, width: int, kind: Kind, program: Program) -> None:
+        """Adds a program that the caller has compiled."""
+        self._programs.setdefault((width, kind), program)
 
     def narrowest(self, slots: int, kind: Kind) -> tuple[int, Program | None]:
         """The narrowest compiled width for that many slots, and its program (None: that of all slots).

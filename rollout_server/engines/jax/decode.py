@@ -3,7 +3,8 @@
     prefill   prompt tokens [bucket]           -> their keys and values, once per group and version of the weights
     extend    a prefix and tokens after it     -> the longer prefix, for the next turn
     copy_slot a slot                           -> its prefix, for the next turn
-    insert    a prefix and settings into slots -> slots that are live at their prompt's last token
+    insert    a prefix and settings into slots -> slots that are live at their prompt's last token; without the prefix
+                                                  where they read it from shared prompts (prompts.py)
     move      slots to free places             -> the live slots are together at the front
     decode    N steps of the first slots       -> N tokens per slot; slots that end stop being live in mid-chunk
 
@@ -40,7 +41,9 @@ import numpy as np
 
 from rollout_server.engines.engine import LONGEST_END, LONGEST_PHRASE, MOST_STOPS
 from rollout_server.engines.jax import caches as caches_lib
+from rollout_server.engines.jax import prompts as shared
 from rollout_server.engines.jax.caches import Caches, Held
+from rollout_server.engines.jax.prompts import NO_SEAT, Prompts, Readers
 from rollout_server.engines.jax.sampling import sample, uniforms
 from rollout_server.engines.jax.weights import DecodeLayer, DecodePrecision, DecodeRowLayer, DecodeWeights, product
 from scalerl_jax.contract.codec import expert_dtype
@@ -81,6 +84,7 @@ class State:
 
     keys: Caches  # [B, K, h, S] each, on a TPU in the layout of values; rotated
     values: Caches  # [B, K, S, h] each
+    seat: jax.Array  # [B] int32: which shared prompt it reads; NO_SEAT: its prompt is in keys and values
     token: jax.Array  # [B] int32: fed next
     position: jax.Array  # [B] int32: position of `token`
     live: jax.Array  # [B] bool
@@ -131,6 +135,7 @@ def empty_state(config: DecoderConfig, precision: DecodePrecision, *, slots: int
     return State(
         keys=caches(config.head_dim, length) if precision.keys_last else caches(length, config.head_dim),
         values=caches(length, config.head_dim),
+        seat=jnp.full(slots, NO_SEAT, jnp.int32),
         token=zeros(),
         position=zeros(),
         live=jnp.zeros(slots, bool),
@@ -253,13 +258,20 @@ def _together(chosen: list[Any], config: DecoderConfig) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def insert(
-    state: State, prefix: tuple[Caches, Caches], slots: jax.Array, numbers: jax.Array, settings: DecodeSettings
+    state: State,
+    prefix: tuple[Caches, Caches] | None,
+    slots: jax.Array,
+    seats: jax.Array,
+    numbers: jax.Array,
+    settings: DecodeSettings,
 ) -> State:
     """Makes completions of one prompt live.
 
     Args:
-      prefix: keys and values from `prefill`, fitted to the cache's length; they replace each slot's own.
+      prefix: keys and values from `prefill`, fitted to the cache's length; they replace each slot's own. None: the
+        slots have seats.
       slots: [B] int32, of which the first `count` are used.
+      seats: [B] int32, of slot i; NO_SEAT: none.
       numbers: [3] int32: count, the prompt's last token, its position.
       settings: row i is for slot i.
     """
@@ -274,13 +286,18 @@ def insert(
             lambda cache, new: jax.lax.dynamic_update_slice(cache, new[None], (slots[i], 0, 0, 0)), caches, prefix
         )
 
-    # A loop over the entering slots; a scatter would walk over all slots.
-    keys, values = jax.lax.fori_loop(0, count, enter, (state.keys, state.values))
+    keys, values = state.keys, state.values
+    if prefix is not None:
+        # A loop over the entering slots; a scatter would walk over all slots.
+        keys, values = jax.lax.fori_loop(0, count, enter, (keys, values))
+    # A slot whose sequence has left may still have one of these seats.
+    given = jnp.any(state.seat[:, None] == jnp.where(entering, seats, NO_SEAT), axis=1)
 
     thinks = (settings.thinking_budget > 0) & (settings.phrase_length > 0)
     return State(
         keys=keys,
         values=values,
+        seat=put(jnp.where(given, NO_SEAT, state.seat), seats),
         token=put(state.token, token),
         position=put(state.position, position),
         live=put(state.live, True),
@@ -302,7 +319,8 @@ def move(state: State, origins: jax.Array, targets: jax.Array, count: jax.Array)
             return jax.lax.dynamic_update_index_in_dim(rows, row, targets[i], 0)
 
         state = jax.tree.map(copy, state)
-        return dataclasses.replace(state, live=state.live.at[origins[i]].set(False))
+        gone = state.live.at[origins[i]].set(False), state.seat.at[origins[i]].set(NO_SEAT)
+        return dataclasses.replace(state, live=gone[0], seat=gone[1])
 
     return jax.lax.fori_loop(0, count, one, state)
 
@@ -318,6 +336,7 @@ def move(state: State, origins: jax.Array, targets: jax.Array, count: jax.Array)
 def decode_chunk(
     weights: DecodeWeights,
     state: State,
+    prompts: Prompts | None = None,
     *,
     config: DecoderConfig,
     precision: DecodePrecision,
@@ -329,6 +348,7 @@ def decode_chunk(
 ) -> tuple[State, Output]:
     """`steps` steps of the first `width` slots, none of which grows beyond `maximum` tokens, prompt included.
 
+    prompts: those of the slots that have seats.
     filtered: whether a live slot has a top_k or top_p that drops a token.
     experts: also returns the experts of the tokens fed.
 
@@ -343,16 +363,19 @@ def decode_chunk(
     per_step = (
         rotation_of(config, positions, precision), uniforms(state.settings.seed, positions), jnp.arange(steps)
     )  # fmt: skip
+    readers = None
+    if prompts is not None:
+        readers = shared.readers(prompts, state.seat, state.live, shared.seats(precision))
     held = None
     if not precision.keys_last:
-        held = Held(state.keys, state.values, state.position)
+        held = Held(state.keys, state.values, state.position - (0 if readers is None else readers.known))
         keys, values = (caches_lib.nothing_new(caches, steps) for caches in (state.keys, state.values))
         state = dataclasses.replace(state, keys=keys, values=values)
 
     def step(state: State, xs: Any) -> tuple[State, Any]:
         rotation, u, number = xs
         both: Any = {"config": config, "precision": precision}
-        logit, keys, values, chosen = _feed(weights, state, rotation, held, number, **both)
+        logit, keys, values, chosen = _feed(weights, state, prompts, readers, rotation, held, number, **both)
         with jax.named_scope("sample"):
             s = state.settings
             token, logprob = sample(logit, s.temperature, s.top_k, s.top_p, u, filtered=filtered)
@@ -377,6 +400,8 @@ def decode_chunk(
 def _feed(
     weights: DecodeWeights,
     state: State,
+    prompts: Prompts | None,
+    readers: Readers | None,
     rotation: Rotation,
     held: Held | None,
     number: jax.Array,
@@ -390,29 +415,34 @@ def _feed(
     None: the state has the caches.
     """
     slots = jnp.arange(len(state.token))
+    position = state.position if readers is None else state.position - readers.known  # in the slot's own cache
     x = weights["embed"][state.token].astype(precision.compute)
     keys: Caches = []
     values: Caches = []
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, local: bool = False) -> jax.Array:
-        layer, first = len(keys), None
+        layer, prompt, first = len(keys), None, None
         if local:
             first = state.position // config.attention_chunk * config.attention_chunk
+        if prompts is not None and readers is not None:
+            prompt = shared.attend(q, prompts, layer, readers, first=first, precision=precision)
+            first = first - readers.known if first is not None else None
+        rest: Any = {"first": first, "prompt": prompt}
         key, value = state.keys[layer], state.values[layer]
         if held is not None:
             keys.append(jax.lax.dynamic_update_slice_in_dim(key, k.astype(key.dtype)[:, :, None], number, 2))
             values.append(jax.lax.dynamic_update_slice_in_dim(value, v.astype(value.dtype)[:, :, None], number, 2))
             caches = held.keys[layer], held.values[layer]
-            return caches_lib.attend_held(q, caches, (keys[-1], values[-1]), held.start, number, first=first)
+            return caches_lib.attend_held(q, caches, (keys[-1], values[-1]), held.start, number, **rest)
         # A slot that is not live may be at any position, even past the cache's end: then nothing is written.
         write: Any = {"mode": "drop", "unique_indices": True}
-        key = key.at[slots, :, :, state.position].set(k.astype(key.dtype), **write)
-        value = value.at[slots, :, state.position].set(v.astype(value.dtype), **write)
+        key = key.at[slots, :, :, position].set(k.astype(key.dtype), **write)
+        value = value.at[slots, :, position].set(v.astype(value.dtype), **write)
         keys.append(key)
         values.append(value)
         if precision.bitwise:
-            return attend_slots(q, key, value, state.position, precision.dot)
-        return caches_lib.attend(q, key, value, state.position, first=first)
+            return attend_slots(q, key, value, position, precision.dot)
+        return caches_lib.attend(q, key, value, position, **rest)
 
     x, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
     x = final_norm(x, weights["final_norm"], config, precision, lead=1)

@@ -13,18 +13,17 @@ is noticed a chunk late. On a CPU host and device are the same cores: waiting co
 A swap only replaces a reference: another thread has made the new version, from the old one where little changed.
 The key/value cache stays, and every token carries the step of the weights that sampled it.
 
-A session's next turn continues from the keys and values of its previous turn (caches.py).
+A session's next turn continues from the keys and values of its previous turn (caches.py); completions of a group share
+those of their prompt (prompts.py).
+
+Scores are teacher-forced log-probabilities: a prompt's pass through the same weights, one sequence after another. The
+head is a separate program, for a chunk of tokens: only it is recompiled for another number of top ids or targets.
+
+In the memory estimate (engines/engine_info.py) working memory is that of the largest compiled programs without their
+arguments, as XLA reports it; copies of part of the cache by a chunk of fewer than all slots; and one layer's cache
+twice, while it grows. Prefixes of sessions and shared prompts get part of what is left then, since they only save time.
 
 Left out on purpose: paged caches, prefix reuse between groups, several devices (start one server per device).
-
-The memory estimate of the embedded generator (engines/engine_info.py).
-
-Its working memory is that of the largest compiled programs without their arguments, as XLA reports it; copies of part
-of the cache by a chunk of fewer than all slots; and one layer's cache twice, while it grows.
-
-Teacher-forced log-probabilities of given tokens: a prompt's pass through the generator's weights, one sequence after
-another. The head is a separate program, for a chunk of tokens: only it is recompiled for another number of top ids or
-targets.
 """
 
 import asyncio
@@ -251,10 +250,10 @@ class JaxEngine(QueuedEngine):
         memory.trim()  # XLA allocates tens of MiB to compile
         device, host, process = available_memory()
         logging.info("%s", estimate.check(device=device, host=host, process=process))
-        # As much as the slots' own cache, and at most half of the memory left, since it only saves time.
         spare = estimate.spare(device=device, host=host, process=process)
         if not self._precision.bitwise:  # bitwise prefills every turn whole, with one version and in the same blocks
             self._pool.sessions.limit = min(estimate.cache, spare // 2)
+            self._pool.prompts.allow(options.slots, spare // 4 // (estimate.token * estimate.maximum_tokens))
         self._lookahead = (0 if computing.on_cpu else 1) if lookahead is None else lookahead
 
         # Guards everything below; notified when the decode thread may have work.

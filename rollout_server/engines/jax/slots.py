@@ -2,7 +2,7 @@
 
     pool.prefill(weights, prompt) -> prefix      once per request and version
     pool.resume(weights, sequence) -> prefix     instead of it, if the previous turn's is kept (caches.py)
-    pool.enter(prefix, sequences)                sequences of one request take free slots
+    pool.enter(prefix, sequences)                sequences of one request take free slots, and seats (prompts.py)
     pool.dispatch(weights, step)                 starts one chunk on the device and returns at once
     pool.collect() -> [sequence]                 waits for the oldest chunk; the sequences that ended in it
 
@@ -17,7 +17,9 @@ import collections
 import dataclasses
 import functools
 import heapq
+import itertools
 import logging
+import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -29,6 +31,7 @@ from rollout_server.engines.jax import caches, decode
 from rollout_server.engines.jax.caches import KeptTurn, Prefix, SessionCaches
 from rollout_server.engines.jax.compiled_programs import Kind, Program, Programs, buckets, side_by_side, widths
 from rollout_server.engines.jax.decode import DecodeSettings, Output
+from rollout_server.engines.jax.prompts import NO_SEAT, PromptRows
 from rollout_server.engines.jax.weights import DecodePrecision, DecodeWeights
 from rollout_server.engines.sequence import Sequence
 from scalerl_jax.model import row_blocks
@@ -72,6 +75,7 @@ class SlotPool:
         caches; without them it can only compile."""
         self.slots = slots
         self.sessions = SessionCaches(0)
+        self.prompts = PromptRows(config, precision)
         self.prefills = 0
         self._config, self._precision = config, precision
         self._steps, self._maximum = steps, maximum
@@ -86,6 +90,7 @@ class SlotPool:
         if allocated:
             self._state = decode.empty_state(config, precision, slots=slots, length=self._length)
         self._too_long = 0  # chunks in a row for which a shorter cache would suffice
+        self._prompts_too_long = 0  # likewise, shorter rows of prompts
         self._taken: dict[Sequence, int] = {}  # sequence -> slot
         self._free = list(range(slots))  # a heap: the slots at the front are taken first
         # A block of rows costs the same, whatever number of its slots run.
@@ -99,6 +104,9 @@ class SlotPool:
         self._seconds: dict[int, float] = {}  # of a chunk of all slots, by length
         self._prefills: dict[int, Program] = {}  # by bucket, where compiled beforehand
         self._extensions: dict[tuple[int, int], Future[Program]] = {}  # by positions of the prefix, and tokens
+        # By positions of the prompts: the chunks of so many slots; none: XLA cannot compile one.
+        self._sharing: dict[int, Future[dict[tuple[int, Kind], Program]]] = {}
+        self._lost = collections.defaultdict[int, float](float)  # seconds, by positions of the prompts
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="extension-compiling")
         self._reach = np.zeros(slots, np.int64)  # the next position fed, after all chunks started
         self._chunks: collections.deque[_DecodedChunk] = collections.deque()
@@ -156,14 +164,14 @@ class SlotPool:
     def warm_up(self, weights: DecodeWeights) -> None:
         """Compiles everything else needed at the start, and times chunks. No slot may be taken."""
         assert not self.busy and self._whole
-        none = np.full(self.slots, self.slots, np.int32)
+        none, no_seats = np.full(self.slots, self.slots, np.int32), np.full(self.slots, NO_SEAT, np.int32)
         prefixes = [self._run_prefill(weights, np.zeros(size, np.int32)) for size in self._prefill_buckets]
         for length in self._lengths:
             for other in self._lengths:  # there and back, for every pair of lengths
                 self._set_length(other)
                 self._set_length(length)
             for prefix in prefixes:
-                self._insert(prefix, none, 0, 0, 0, decode.empty_settings(self.slots))
+                self._insert(prefix, none, no_seats, (0, 0, 0), decode.empty_settings(self.slots))
             self._time_chunk(weights)
             self._seconds[length] = self._time_chunk(weights)
             self._price(Kind(length, False))
@@ -181,7 +189,8 @@ class SlotPool:
         return time.perf_counter() - began
 
     def _price(self, kind: Kind) -> None:
-        self._programs.price(kind, chunk=self._seconds[kind.length], compiling=self._compiling[kind])
+        if kind.length in self._seconds:
+            self._programs.price(kind, chunk=self._seconds[kind.length], compiling=self._compiling[kind])
 
     # ------------------------------------------------------------------------------------------------- entering
 
@@ -254,23 +263,95 @@ class SlotPool:
         prefix: the prompt's. step: of the version that computed all of it; None if several did.
         """
         assert 0 < len(sequences) <= len(self._free)
-        prompt = sequences[0].request.prompt
-        slots = np.full(self.slots, self.slots, np.int32)
-        settings = decode.empty_settings(self.slots)
-        for i, sequence in enumerate(sequences):
-            slots[i] = slot = self._taken[sequence] = heapq.heappop(self._free)
-            _fill(settings, slot, sequence)
+        known = len(sequences[0].request.prompt) - 1
+        seats: dict[Sequence, int] = {}
+        if self.prompts.takes(sequences[0].request) and self.share(self._prompt_length(known)):
+            self.prompts.set_length(self._prompt_length(known))
+            seats = self.prompts.enter(sequences, step, prefix)
+        for own, group in ((prefix, [one for one in sequences if one not in seats]), (None, list(seats))):
+            if group:
+                self._enter(own, group, seats, known)
+        for sequence in sequences:
             sequence.prefix_step = step
             if prefix[2] is not None and sequence.request.router_replay:
-                sequence.begin_experts(prefix[2], len(prompt) - 1)
-            self._reach[slot] = len(prompt) - 1
-        if len(prompt) > self._length:
-            self._set_length(next(length for length in self._lengths if length >= len(prompt)))
-        self._insert(prefix, slots, len(sequences), int(prompt[-1]), len(prompt) - 1, settings)
+                sequence.begin_experts(prefix[2], known)
+
+    def _enter(self, prefix: Prefix | None, sequences: list[Sequence], seats: dict[Sequence, int], known: int) -> None:
+        """prefix: None where the sequences have seats."""
+        slots = np.full(self.slots, self.slots, np.int32)
+        of_slot = np.full(self.slots, NO_SEAT, np.int32)
+        settings = decode.empty_settings(self.slots)
+        cached = 0 if prefix is None else known
+        for i, sequence in enumerate(sequences):
+            slots[i] = slot = self._taken[sequence] = heapq.heappop(self._free)
+            of_slot[slot] = seats.get(sequence, NO_SEAT)
+            _fill(settings, slot, sequence)
+            self._reach[slot] = cached
+        if cached + 1 > self._length:
+            self._set_length(next(length for length in self._lengths if length > cached))
+        last = int(sequences[0].request.prompt[-1])
+        self._insert(prefix, slots, of_slot, (len(sequences), last, known), settings)
+
+    def _prompt_length(self, known: int) -> int:
+        """Positions of the shared prompts once one with `known` is among them."""
+        return next(size for size in self._prefill_buckets if size >= max(known, self.prompts.needed))
+
+    def share(self, length: int, *, wait: bool = False) -> bool:
+        """Whether prompts of up to `length` positions can be shared; wait: compiles what that needs now."""
+        if wait and length not in self._sharing:
+            self._compile_sharing(length)
+        future = self._sharing.get(length)
+        if future is None or not (wait or future.done()):
+            return False
+        programs = future.result()
+        for (width, kind), program in programs.items():
+            if width == self.slots:
+                self._whole[kind] = program
+                self._price(kind)
+            else:
+                self._programs.add(width, kind, program)
+        return bool(programs)
+
+    def _compile_sharing(self, length: int) -> None:
+        """Compiles on another thread, for as many slots as chunks were compiled for so far."""
+        kinds = [Kind(own, False, length) for own in self._lengths]
+        widths = [self.slots, *self._programs.compiled]
+
+        def compile_() -> dict[tuple[int, Kind], Program]:
+            programs = {}
+            try:
+                for width, kind in itertools.product(widths, kinds):
+                    began = time.perf_counter()
+                    programs[width, kind] = self._compile_chunk(width, kind)
+                    self._compiling[kind] = time.perf_counter() - began
+            except jax.errors.JaxRuntimeError as error:
+                logging.warning("prompts of up to %d positions are copied for each completion: %s", length, error)
+                return {}
+            logging.info("completions of a group share prompts of up to %d positions", length)
+            return programs
+
+        self._sharing[length] = self._compiler.submit(compile_)
+
+    def _lose(self, length: int, width: int) -> None:
+        """Counts the time that a chunk loses because prompts are copied; compiles what sharing needs when it pays."""
+        copied = [one for one in self._taken if self.prompts.takes(one.request) and one not in self.prompts.readers]
+        if not copied:
+            return
+        known = {self._taken[one]: len(one.request.prompt) - 1 for one in copied}
+        prompts = self._prompt_length(max(known.values()))
+        if prompts in self._sharing:
+            return
+        reach = max(int(self._reach[slot]) - known.get(slot, 0) for slot in self._taken.values())
+        shorter = next(size for size in self._lengths if size >= min(reach, self._maximum))
+        lost = self._seconds.get(length, 0.0) - self._seconds.get(shorter, 0.0)
+        self._lost[prompts] += max(0.0, lost) * width / self.slots
+        if self._lost[prompts] >= sum(self._compiling.get(Kind(own, False), math.inf) for own in self._lengths):
+            self._compile_sharing(prompts)
 
     def leave(self, sequence: Sequence) -> None:
         """Frees a slot. The device continues its old contents, which are ignored, until the slot is taken again."""
         heapq.heappush(self._free, self._taken.pop(sequence))
+        self.prompts.leave(sequence)
 
     # ------------------------------------------------------------------------------------------------- decoding
 
@@ -285,17 +366,26 @@ class SlotPool:
         self._too_long = self._too_long + 1 if length < self._length else 0
         if length > self._length or self._too_long > PATIENCE:
             self._set_length(length)
+        self._shorten_prompts()
         kind = self._kind()
         width, program = self._programs.narrowest(len(taken), kind)
+        self._lose(self._length, width)
         self._gather([slot for slot in taken if slot >= width])
         output = self._run_chunk(weights, width, kind, program)
         columns = dict(sorted(self._taken.items(), key=lambda item: item[1]))
         self._chunks.append(_DecodedChunk(output, step, columns))
 
+    def _shorten_prompts(self) -> None:
+        shorter = self._prompt_length(0)
+        self._prompts_too_long = self._prompts_too_long + 1 if self.prompts and shorter < self.prompts.length else 0
+        if self._prompts_too_long > PATIENCE and self.share(shorter):
+            self.prompts.set_length(shorter)
+
     def _kind(self) -> Kind:
         """The kind of the next chunk. One with a filter is compiled here when first needed: sampling for training
         seldom uses one, so the start need not wait for it."""
-        kind = Kind(self._length, any(_filters(sequence) for sequence in self._taken))
+        filtered = any(_filters(sequence) for sequence in self._taken)
+        kind = Kind(self._length, filtered, self.prompts.length if self.prompts else 0)
         if kind.filtered and self._whole and kind not in self._whole:
             self._compile_whole(kind)
             self._price(kind)
@@ -343,11 +433,18 @@ class SlotPool:
         return decode.prefill(weights, tokens, **self._of_every_prefill)
 
     def _insert(
-        self, prefix: Prefix, slots: np.ndarray, count: int, token: int, position: int, settings: DecodeSettings
+        self,
+        prefix: Prefix | None,
+        slots: np.ndarray,
+        seats: np.ndarray,
+        numbers: tuple[int, int, int],
+        settings: DecodeSettings,
     ) -> None:
-        fitted = caches.fit_prefix(*prefix[:2], length=self._length, keys_last=self._precision.keys_last)
-        numbers = np.array([count, token, position], np.int32)
-        self._state = decode.insert(self._state, fitted, slots, numbers, settings)
+        """As decode.insert, which see."""
+        fitted = None
+        if prefix is not None:
+            fitted = caches.fit_prefix(*prefix[:2], length=self._length, keys_last=self._precision.keys_last)
+        self._state = decode.insert(self._state, fitted, slots, seats, np.array(numbers, np.int32), settings)
 
     def _set_length(self, length: int) -> None:
         caches.fit(self._state.keys, self._state.values, length, keys_last=self._precision.keys_last)
@@ -360,7 +457,7 @@ class SlotPool:
     def _run_chunk(self, weights: DecodeWeights, width: int, kind: Kind, program: Program | None) -> Output:
         program = program or self._whole.get(kind)
         run = program or functools.partial(decode.decode_chunk, **self._of_chunk(width, kind))
-        self._state, output = run(weights, self._state)
+        self._state, output = run(weights, self._state, self.prompts.arrays if kind.prompts else None)
         return output
 
     def _of_chunk(self, width: int, kind: Kind) -> dict[str, Any]:
@@ -371,7 +468,8 @@ class SlotPool:
         state = jax.eval_shape(
             lambda: decode.empty_state(self._config, self._precision, slots=self.slots, length=kind.length)
         )
-        program = decode.decode_chunk.lower(self._weights_like, state, **self._of_chunk(width, kind)).compile()
+        arguments = self._weights_like, state, self.prompts.like(kind.prompts)
+        program = decode.decode_chunk.lower(*arguments, **self._of_chunk(width, kind)).compile()
         memory.trim()  # XLA takes tens of MiB to compile
         return program
 
