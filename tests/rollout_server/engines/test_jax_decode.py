@@ -85,7 +85,7 @@ def trainer_logprobs(config, named, prompt, token_ids, precision):
     return np.asarray(forced_logprobs(from_hf(named, config), row, config, precision))[len(prompt) - 1 : len(whole) - 1]
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
 def test_logprobs_equal_the_trainers(kind, tied):
     config = tiny(kind=kind, tied=tied)
