@@ -159,7 +159,7 @@ def test_tokens_depend_on_seed_and_weights_only(platform):
     assert tokens(3, 5, [*mates, request]) == alone
 
 
-@PLATFORMS
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_the_cache_grows_and_shrinks_with_the_longest_slot(platform):
     config = tiny()
     named = random_tensors(config, 0)

@@ -22,9 +22,7 @@ SLOTS, MAXIMUM = 8, 64
 LOCAL = [case for case in CASES if case.startswith("llama4_text")]  # some layers see the end of a prompt only
 SLOW = [
     *(("cpu", case) for case in sorted({*QUICK[1:], *LOCAL})),
-    *(("tpu", case) for case in (QUICK[0], *LOCAL)),
-    ("gpu", QUICK[0]),
-    ("gpu", LOCAL[0]),
+    *((platform, case) for platform in ("gpu", "tpu") for case in (QUICK[0], LOCAL[0])),
 ]
 
 
