@@ -440,7 +440,7 @@ class SlotPool:
         numbers: tuple[int, int, int],
         settings: DecodeSettings,
     ) -> None:
-        """As decode.insert, which see."""
+        """See decode.insert."""
         fitted = None
         if prefix is not None:
             fitted = caches.fit_prefix(*prefix[:2], length=self._length, keys_last=self._precision.keys_last)
