@@ -132,9 +132,12 @@ class Store:
 
     # ---- futures
 
-    def accept(self, owner: str, seq: int, kind: str, body: bytes) -> tuple[Future, bool]:
-        """The call, and whether it is a new one. Raises Conflict."""
-        digest = hashlib.sha256(kind.encode() + b"\0" + body).digest()
+    def accept(self, owner: str, seq: int, kind: str, body: bytes, *, same: bytes | None = None) -> tuple[Future, bool]:
+        """The call, and whether it is a new one. same: what is equal when it comes again; by default the body.
+
+        Raises Conflict.
+        """
+        digest = hashlib.sha256(kind.encode() + b"\0" + (body if same is None else same)).digest()
         if there := self.rows("futures", owner=owner, seq=seq):
             if there[0]["digest"] != digest:
                 raise Conflict(f"{owner} has another call {seq}, {there[0]['kind']}")

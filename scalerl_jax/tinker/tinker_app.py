@@ -314,7 +314,9 @@ class Tinker:
             self._check_name(body)
         elif number(body, "sampling_session_seq_id", None, 0, 2**62, whole=True) is None:
             raise bad("path or sampling_session_seq_id: one of them is needed")
-        return self._training_call("save_weights_for_sampler", data, body)
+        # The client's own retry of this call has another number of the sampling session; that of the first stays.
+        same = {name: value for name, value in body.items() if name != "sampling_session_seq_id"}
+        return self._training_call("save_weights_for_sampler", data, body, json.dumps(same).encode())
 
     def _check_name(self, body: Body) -> None:
         name = field(body, "path", str, "")
@@ -322,12 +324,12 @@ class Tinker:
             raise bad("path: must be a name of letters, digits, '.', '_' and '-'")
         number(body, "ttl_seconds", None, 1, 10**10)
 
-    def _training_call(self, kind: str, data: bytes, body: Body) -> Answer:
+    def _training_call(self, kind: str, data: bytes, body: Body, same: bytes | None = None) -> Answer:
         model = self._row("models", field(body, "model_id", str))["id"]
         seq = number(body, "seq_id", None, 0, 2**62, whole=True)
         if not seq:  # the calls of a run are numbered from 1
             raise bad("seq_id: the number of the call is missing")
-        future, _ = self._store.accept(model, seq, kind, data)
+        future, _ = self._store.accept(model, seq, kind, data, same=same)
         self._training.wake()
         return {"request_id": future.id, "model_id": model}
 

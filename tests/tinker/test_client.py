@@ -263,9 +263,15 @@ def test_a_call_that_comes_again_is_the_same_call(url: str) -> None:
             found = answer_to(http, answer)
             assert found.status_code == 200
         assert "there is no gradient" in found.json()["error"] and found.json()["category"] == "user"
+        # The client's own retry numbers the sampling session anew.
+        snapshot = {"model_id": model, "seq_id": 3, "kind": "snapshot"}
+        saved = [post("/save_weights_for_sampler", **snapshot, sampling_session_seq_id=i) for i in (0, 1)]
+        assert saved[0].status_code == 200 and saved[0].json() == saved[1].json()
+        assert answer_to(http, saved[1]).json()["sampling_session_id"] == f"{session}:sample:0"
+        assert post("/save_weights_for_sampler", model_id=model, seq_id=3, path="other").status_code == 409
         assert post("/retrieve_future", request_id="nothing:7").status_code == 410
         assert post("/optim_step", model_id="nothing", seq_id=1, adam_params=adam).status_code == 404
-        assert post("/save_weights", **(body | {"path": "../up", "seq_id": 3})).status_code == 400
+        assert post("/save_weights", **(body | {"path": "../up", "seq_id": 4})).status_code == 400
         assert post("/create_model", session_id=session, model_seq_id=1, base_model="other").status_code == 400
         assert [
             one["tinker_path"] for one in http.get(f"/training_runs/{model}/checkpoints").json()["checkpoints"]
