@@ -21,8 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rollout_server.engines.jax.weights import DecodePrecision
 from rollout_server.engines.sequence import Sequence
 from scalerl_jax.model.decoder import Precision
+from scalerl_jax.model.decoder_config import DecoderConfig
 
 Caches = list[jax.Array]  # per layer
 Prefix = Any  # (keys, values, experts | None) on the device, of decode.prefill
@@ -135,6 +137,16 @@ def attend_held(
     ]
     mixed = _mixed(parts, [held[1], new[1]], prompt, dot)
     return mixed.reshape(slots, heads, size).astype(q.dtype)
+
+
+def empty(config: DecoderConfig, precision: DecodePrecision, *, rows: int, length: int) -> tuple[Caches, Caches]:
+    """Zeros for keys and values of so many rows, slots or prompts, each in its layout."""
+
+    def zeros(*shape: int) -> Caches:
+        return [jnp.zeros((rows, config.kv_heads, *shape), precision.cache) for _ in range(config.layers)]
+
+    keys = zeros(config.head_dim, length) if precision.keys_last else zeros(length, config.head_dim)
+    return keys, zeros(length, config.head_dim)
 
 
 def nothing_new(caches: Caches, steps: int) -> Caches:

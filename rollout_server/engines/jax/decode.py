@@ -125,16 +125,14 @@ def empty_settings(slots: int) -> DecodeSettings:
 
 
 def empty_state(config: DecoderConfig, precision: DecodePrecision, *, slots: int, length: int) -> State:
-
-    def caches(*shape: int) -> Caches:
-        return [jnp.zeros((slots, config.kv_heads, *shape), precision.cache) for _ in range(config.layers)]
+    keys, values = caches_lib.empty(config, precision, rows=slots, length=length)
 
     def zeros() -> jax.Array:
         return jnp.zeros(slots, jnp.int32)
 
     return State(
-        keys=caches(config.head_dim, length) if precision.keys_last else caches(length, config.head_dim),
-        values=caches(length, config.head_dim),
+        keys=keys,
+        values=values,
         seat=jnp.full(slots, NO_SEAT, jnp.int32),
         token=zeros(),
         position=zeros(),

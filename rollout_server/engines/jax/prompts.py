@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rollout_server.engines.jax import caches
 from rollout_server.engines.jax.caches import MASKED, Caches, Partial, fit, fit_prefix
 from rollout_server.engines.jax.weights import DecodePrecision
 from rollout_server.engines.sequence import Sequence
@@ -54,20 +55,15 @@ def seats(precision: DecodePrecision) -> int:
 
 
 def empty(config: DecoderConfig, precision: DecodePrecision, *, rows: int, length: int) -> Prompts:
-
-    def caches(*shape: int) -> Caches:
-        return [jnp.zeros((rows, config.kv_heads, *shape), precision.cache) for _ in range(config.layers)]
-
-    keys = caches(config.head_dim, length) if precision.keys_last else caches(length, config.head_dim)
-    return Prompts(keys, caches(length, config.head_dim), jnp.zeros(rows, jnp.int32))
+    return Prompts(*caches.empty(config, precision, rows=rows, length=length), jnp.zeros(rows, jnp.int32))
 
 
 @functools.partial(jax.jit, donate_argnames=("prompts",))
 def put(prompts: Prompts, prefix: tuple[Caches, Caches], row: jax.Array, known: jax.Array) -> Prompts:
     """Replaces the prompt of a row. prefix: keys and values of `decode.prefill`, fitted to P positions."""
     keys, values = (
-        [jax.lax.dynamic_update_index_in_dim(old, new, row, 0) for old, new in zip(*caches)]
-        for caches in zip((prompts.keys, prompts.values), prefix)
+        [jax.lax.dynamic_update_index_in_dim(old, new, row, 0) for old, new in zip(*arrays)]
+        for arrays in zip((prompts.keys, prompts.values), prefix)
     )
     return Prompts(keys, values, prompts.known.at[row].set(known))
 

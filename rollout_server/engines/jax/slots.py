@@ -265,7 +265,7 @@ class SlotPool:
         assert 0 < len(sequences) <= len(self._free)
         known = len(sequences[0].request.prompt) - 1
         seats: dict[Sequence, int] = {}
-        if self.prompts.takes(sequences[0].request) and self.share(self._prompt_length(known)):
+        if self.prompts.takes(sequences[0].request) and self._share(self._prompt_length(known)):
             self.prompts.set_length(self._prompt_length(known))
             seats = self.prompts.enter(sequences, step, prefix)
         for own, group in ((prefix, [one for one in sequences if one not in seats]), (None, list(seats))):
@@ -296,12 +296,12 @@ class SlotPool:
         """Positions of the shared prompts once one with `known` is among them."""
         return next(size for size in self._prefill_buckets if size >= max(known, self.prompts.needed))
 
-    def share(self, length: int, *, wait: bool = False) -> bool:
-        """Whether prompts of up to `length` positions can be shared; wait: compiles what that needs now."""
-        if wait and length not in self._sharing:
-            self._compile_sharing(length)
+    def _share(self, length: int) -> bool:
+        """Whether prompts of up to `length` positions can be shared: whether all that needs is compiled."""
+        if Kind(self._lengths[0], False, length) in self._whole:
+            return True
         future = self._sharing.get(length)
-        if future is None or not (wait or future.done()):
+        if future is None or not future.done():
             return False
         programs = future.result()
         for (width, kind), program in programs.items():
@@ -378,7 +378,7 @@ class SlotPool:
     def _shorten_prompts(self) -> None:
         shorter = self._prompt_length(0)
         self._prompts_too_long = self._prompts_too_long + 1 if self.prompts and shorter < self.prompts.length else 0
-        if self._prompts_too_long > PATIENCE and self.share(shorter):
+        if self._prompts_too_long > PATIENCE and self._share(shorter):
             self.prompts.set_length(shorter)
 
     def _kind(self) -> Kind:

@@ -37,8 +37,14 @@ def make(config, *, platform="cpu", share=(), rows=64, slots=SLOTS, maximum=MAXI
     pool._weights_like = abstract_weights(config, PRECISION)
     if share:
         pool.prompts.allow(max(slots, 16), rows)
-        assert all(pool.share(length, wait=True) for length in share)
+        assert all(compiled(pool, length) for length in share)
     return pool, decode_weights(random_tensors(config, 0), config, PRECISION)
+
+
+def compiled(pool, length):
+    pool._compile_sharing(length)
+    pool._sharing[length].result()
+    return pool._share(length)
 
 
 def group(config, length, count, *, name=None, budget=12):
@@ -174,7 +180,7 @@ def test_what_cannot_be_compiled_is_copied(caplog, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(pool, "_compile_chunk", too_large)
-        assert not pool.share(32, wait=True)
+        assert not compiled(pool, 32)
     same(run(pool, [weights], [group(config, 12, 4)]), wanted)
     assert caplog.messages == ["prompts of up to 32 positions are copied for each completion: too large"]
     assert pool.prompts.arrays is None
