@@ -48,7 +48,7 @@ from rollout_server.engines.jax.sampling import sample, uniforms
 from rollout_server.engines.jax.weights import DecodeLayer, DecodePrecision, DecodeRowLayer, DecodeWeights, product
 from scalerl_jax.contract.codec import expert_dtype
 from scalerl_jax.model.attention import BLOCKS, TILES, packed_attention
-from scalerl_jax.model.attention.tiles import attend_slots
+from scalerl_jax.model.attention.tiles import attend_slots, attend_slots_on_cpu
 from scalerl_jax.model.decoder import Rotation, final_norm, rope_tables, rotation_of
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.families import FAMILIES
@@ -439,7 +439,8 @@ def _feed(
         keys.append(key)
         values.append(value)
         if precision.bitwise:
-            return attend_slots(q, key, value, position, precision.dot)
+            attend_all = attend_slots_on_cpu if precision.on_cpu else attend_slots
+            return attend_all(q, key, value, position, precision.dot)
         return caches_lib.attend(q, key, value, position, **rest)
 
     x, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
