@@ -9,7 +9,7 @@ import pytest
 
 from scalerl_jax.model import row_blocks
 from scalerl_jax.model.attention import BLOCKS, TILES, packed_attention
-from scalerl_jax.model.attention.tiles import attend_slots
+from scalerl_jax.model.attention.tiles import attend_slots, attend_slots_on_cpu
 from scalerl_jax.model.decoder import Precision, final_norm, rotation_of
 from tests.support.models import toy_decoder
 
@@ -48,7 +48,8 @@ def rows():
     return q, k, v, segments
 
 
-def test_attention_has_the_same_bits_in_rows_and_in_slots(rows):
+@pytest.mark.parametrize("attend", [attend_slots, attend_slots_on_cpu])
+def test_attention_has_the_same_bits_in_rows_and_in_slots(rows, attend):
     q, k, v, segments = rows
     out = bits(packed_attention(q, k, v, segments, precision=PRECISION.dot, backend=TILES))
     slots = [(row, start, p) for row, start, n in ((0, 0, 70), (0, 96, 64), (1, 64, 9)) for p in (0, 3, n // 2, n - 1)]
@@ -58,9 +59,34 @@ def test_attention_has_the_same_bits_in_rows_and_in_slots(rows):
         values[i, :, : place + 1] = v[row, start : start + place + 1].transpose(1, 0, 2)
     queries = np.stack([q[row, start + place] for row, start, place in slots])
     places = np.array([place for _, _, place in slots], np.int32)
-    found = bits(jax.jit(functools.partial(attend_slots, precision=PRECISION.dot))(queries, keys, values, places))
+    found = bits(jax.jit(functools.partial(attend, precision=PRECISION.dot))(queries, keys, values, places))
     assert (found == np.stack([out[row, start + place] for row, start, place in slots])).all()
     assert not out[segments == 0].any()  # padding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("slots", "heads", "kv_heads", "size", "length"),
+    [
+        (1, 4, 4, 8, 64),
+        (5, 4, 4, 8, 64),
+        (5, 8, 1, 10, 160),
+        (64, 8, 2, 16, 96),
+        (5, 4, 2, 32, 320),
+        (64, 14, 2, 64, 512),
+        (5, 16, 8, 128, 192),
+    ],
+)
+def test_all_tiles_at_once_have_the_bits_of_one_after_the_other(slots, heads, kv_heads, size, length):
+    """Costs .6 CPU seconds a case."""
+    q = RNG.normal(size=(slots, heads, size)).astype(np.float32)
+    k, v = RNG.normal(size=(2, slots, kv_heads, size, length)).astype(np.float32)
+    places = np.concatenate([[0, length - 1], RNG.integers(0, length, slots)])[-slots:].astype(np.int32)
+    one, other = (
+        bits(jax.jit(functools.partial(attend, precision=PRECISION.dot))(q, k, v.swapaxes(2, 3), places))
+        for attend in (attend_slots, attend_slots_on_cpu)
+    )
+    assert (one == other).all()
 
 
 def test_attention_and_its_gradient_are_those_of_the_blocks(rows):

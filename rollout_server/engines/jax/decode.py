@@ -53,6 +53,7 @@ from scalerl_jax.model.decoder import Rotation, final_norm, rope_tables, rotatio
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.families import FAMILIES
 from scalerl_jax.model.head import head_weight, logits, spread_of
+from scalerl_jax.model.row_blocks import in_blocks
 
 THINK, PHRASE, ANSWER = 0, 1, 2
 RUNNING, STOP, LENGTH = 0, 1, 2
@@ -375,13 +376,7 @@ def decode_chunk(
         both: Any = {"config": config, "precision": precision}
         logit, keys, values, chosen = _feed(weights, state, prompts, readers, rotation, held, number, **both)
         with jax.named_scope("sample"):
-            s = state.settings
-            token, logprob = sample(logit, s.temperature, s.top_k, s.top_p, u, filtered=filtered)
-            if precision.bitwise:  # as training computes it, where the sampling distribution is the policy's
-                shifted, spread = spread_of(logit, precision)
-                plain = (jnp.take_along_axis(shifted, token[:, None], axis=1) - spread)[:, 0]
-                as_it_is = (s.temperature == 1) & (s.top_k == 0) & (s.top_p == 1)
-                logprob = jnp.where(as_it_is, plain, logprob)
+            token, logprob = _draw(logit, state.settings, u, filtered=filtered, precision=precision)
         state, outputs = _advance(dataclasses.replace(state, keys=keys, values=values), token, logprob, maximum=maximum)
         return state, (*outputs, _together(chosen, config) if experts else None)
 
@@ -393,6 +388,21 @@ def decode_chunk(
         state = jax.tree.map(lambda rows, new: jax.lax.dynamic_update_slice_in_dim(rows, new, 0, 0), whole, state)
     ends = jnp.max(finish, axis=0)
     return state, Output(tokens=tokens, logprobs=logprobs, forced=forced, live=live, finish=ends, experts=routes)
+
+
+def _draw(
+    logit: jax.Array, s: DecodeSettings, u: jax.Array, *, filtered: bool, precision: DecodePrecision
+) -> tuple[jax.Array, jax.Array]:
+    """(tokens [B] int32, log-probs [B] float32) for logits [B, V] and uniform numbers [B, 2]."""
+    draw = functools.partial(sample, filtered=filtered)
+    rows = logit, s.temperature, s.top_k, s.top_p, u
+    if not precision.bitwise:
+        return draw(*rows)
+    token, logprob = in_blocks(lambda rows, _: draw(*rows), rows, lead=1)
+    # As training computes it, where the sampling distribution is the policy's.
+    shifted, spread = spread_of(logit, precision)
+    plain = (jnp.take_along_axis(shifted, token[:, None], axis=1) - spread)[:, 0]
+    return token, jnp.where((s.temperature == 1) & (s.top_k == 0) & (s.top_p == 1), plain, logprob)
 
 
 def _feed(

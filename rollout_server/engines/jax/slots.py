@@ -34,7 +34,6 @@ from rollout_server.engines.jax.decode import DecodeSettings, Output
 from rollout_server.engines.jax.prompts import NO_SEAT, PromptRows
 from rollout_server.engines.jax.weights import DecodePrecision, DecodeWeights
 from rollout_server.engines.sequence import Sequence
-from scalerl_jax.model import row_blocks
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.system import memory
 
@@ -93,11 +92,7 @@ class SlotPool:
         self._prompts_too_long = 0  # likewise, shorter rows of prompts
         self._taken: dict[Sequence, int] = {}  # sequence -> slot
         self._free = list(range(slots))  # a heap: the slots at the front are taken first
-        # A block of rows costs the same, whatever number of its slots run.
-        block = row_blocks.ROWS if precision.bitwise else 1
-        *narrower, every = widths(slots, copies_are_cheap=precision.on_cpu)
-        sizes = [*(width for width in narrower if width % block == 0), every]
-        self._programs = Programs(sizes, self._compile_chunk)
+        self._programs = Programs(widths(slots, copies_are_cheap=precision.on_cpu), self._compile_chunk)
         self._weights_like: Any = None  # shapes and dtypes
         self._whole: dict[Kind, Program] = {}  # the chunk of all slots, where compiled beforehand
         self._compiling: dict[Kind, float] = {}  # seconds that compiling it took

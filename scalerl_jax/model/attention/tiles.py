@@ -219,9 +219,7 @@ def attend_slots_on_cpu(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.
     weights, scale = barrier((jnp.exp(scores - top), jnp.exp(before - top)))
     values = v.reshape(slots, kv_heads, tiles, TILE, size)
     batch = ((0, 1, 2), (0, 1, 2))
-    by_value = jax.lax.dot_general(
-        rounded(weights, str(q.dtype)).astype(v.dtype), values, (((4,), (3,)), batch), **dot
-    )
+    by_value = jax.lax.dot_general(rounded(weights, str(q.dtype)).astype(v.dtype), values, (((4,), (3,)), batch), **dot)
     added = barrier((by_value, _sum(weights)))
 
     def add(carry: Any, tile: Any) -> Any:

@@ -31,11 +31,16 @@ CASES_AND_DTYPES = [
 ]
 
 
-def sampled(config, named, precision, *, slots, steps, seed=0):
-    """[(prompt, token ids, log-probs)] of five groups of three, of many lengths, through a pool of slots."""
+def sampled(config, named, precision, *, slots, steps, seed=0, narrow=0):
+    """[(prompt, token ids, log-probs)] of five groups of three, of many lengths, through a pool of slots.
+
+    narrow: the width of the chunks that are taken while no more slots are."""
     rng = np.random.default_rng(seed)
     pool = SlotPool(config, decode_precision(precision, "cpu"), slots=slots, maximum=LONGEST, steps=steps)
     weights, waiting = decode_weights(named, config, precision), []
+    if narrow:
+        program = functools.cache(functools.partial(pool._compile_chunk, narrow))
+        pool._programs.narrowest = lambda taken, kind: (narrow, program(kind)) if taken <= narrow else (slots, None)
     for i in range(5):
         prompt = rng.integers(0, config.vocab_size, int(rng.integers(2, 70))).astype(np.int32)
         request = ask(prompt, name=f"g{i}", seeds=(i, i + 100, i + 200), answer_budget=int(rng.integers(3, 80)))
@@ -87,6 +92,10 @@ def others(completions, logprobs) -> tuple[int, int]:
     return sum(int((a != b).sum()) for a, b in pairs), sum(len(a) for a, _ in pairs)
 
 
+def together(completions):
+    return sorted(tuple(x.tobytes() for x in completion) for completion in completions)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), CASES_AND_DTYPES)
 def test_a_tokens_log_prob_is_the_same_to_the_bit(case, dtype):
@@ -110,13 +119,14 @@ def test_of_more_slots_than_a_block_has_rows():
 
 @pytest.mark.slow
 def test_bits_are_the_trainers_and_the_gradient_that_of_the_other_numerics():
-    """Those have other bits: a test of nothing but equal programs would be seen."""
+    """Those have other bits: a test of nothing but equal programs would be seen. A chunk of any width samples alike."""
     config = decoder("qwen3-fours-untied-scaled")
     named, fast, bitwise = random_tensors(config, 0), Precision(), Precision(numerics="bitwise")
     completions = sampled(config, named, bitwise, slots=5, steps=3)
     gradient, ours = trained(config, named, bitwise, completions, rows=2, length=256)
     different, tokens = others(completions, ours)
     assert different == 0 and tokens == 834
+    assert together(completions) == together(sampled(config, named, bitwise, slots=20, steps=8, narrow=3))
     expected, logprobs = trained(config, named, fast, completions, rows=2, length=256)
     assert others(completions, logprobs)[0] > tokens / 10
     np.testing.assert_allclose(np.concatenate(ours), np.concatenate(logprobs), atol=2e-5)
