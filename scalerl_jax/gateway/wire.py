@@ -159,7 +159,9 @@ def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], def
     return value
 
 
-_WORDS = {str: "a string", int: "an integer", float: "a number", list: "a list", dict: "an object"}
+_WORDS = {
+    bool: "true or false", str: "a string", int: "an integer", float: "a number", list: "a list", dict: "an object",
+}  # fmt: skip
 
 
 def number(body: Mapping[str, Any], name: str, default: Any, low: float, high: float, *, whole: bool = False) -> Any:

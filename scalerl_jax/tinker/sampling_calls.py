@@ -12,6 +12,8 @@ same sample.
 import asyncio
 import dataclasses
 import json
+import logging
+import sqlite3
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,13 +24,15 @@ from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.gateway.chat import Chat
 from scalerl_jax.gateway.generators import NoServer
 from scalerl_jax.gateway.generators import Refused as ServerRefused
-from scalerl_jax.gateway.wire import ApiError, SampleRequest, field, number, sampling_fields
+from scalerl_jax.gateway.wire import ApiError, SampleRequest, field, number, sampling_fields, token_ids
 from scalerl_jax.rollouts.requests import stable_hash
 from scalerl_jax.tinker import tinker_pb2 as pb
 from scalerl_jax.tinker import tinker_wire
 from scalerl_jax.tinker.samplers import Samplers, Weights
 from scalerl_jax.tinker.store import Future, Store
 from scalerl_jax.tinker.tinker_wire import RefusedCall
+
+_log = logging.getLogger(__name__)
 
 MOST_SAMPLES = 1024
 MOST_TOP_K = 1024
@@ -69,6 +73,11 @@ class SamplingCalls:
         except (NoServer, TimeoutError) as error:
             message = str(error) or f"not sampled within {self._seconds:.0f} s"
             self._store.refuse(future, message, category="server")
+        except (OSError, sqlite3.Error):
+            raise
+        except Exception as error:  # noqa: BLE001  it ends neither other clients' calls nor each start after this one
+            _log.exception("%s", future.id)
+            self._store.refuse(future, f"the server failed: {error!r}", category="server")
         else:
             self._store.answer(future, answer, proto=True, versions=json.dumps(versions))
         self._answered(future)
@@ -87,7 +96,7 @@ class SamplingCalls:
             assert followed is not None
             return Weights(followed["inflight"], model)
 
-        prompt, asked = self._prompt(body), _asked(body)
+        prompt, asked = self._prompt(body), self._asked(body)
         capacity = self._capacity() - len(prompt)
         if capacity < 1:
             raise RefusedCall(
@@ -139,11 +148,7 @@ class SamplingCalls:
             if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
                 raise RefusedCall("prompt: only chunks of encoded_text are offered")
             tokens += field(chunk, "tokens", list, [])
-        if not tokens:
-            raise RefusedCall("prompt: there is no token")
-        if not all(type(one) is int and 0 <= one < self._vocabulary for one in tokens):
-            raise RefusedCall(f"prompt: token ids are from 0 to {self._vocabulary - 1}")
-        return np.asarray(tokens, np.int32)
+        return token_ids(tokens, "prompt", self._vocabulary)
 
     def _prompt_scores(
         self, body: Mapping[str, Any], prompt: np.ndarray
@@ -159,8 +164,9 @@ class SamplingCalls:
             raise RefusedCall("target_prompt_logprobs: sparse tensors are not offered")
         shape, data = field(tensor, "shape", list, []), field(tensor, "data", list, [])
         rows = len(prompt) - 1
-        if len(shape) != 2 or shape[0] != rows or type(shape[1]) is not int or len(data) != rows * shape[1]:
-            raise RefusedCall(f"target_prompt_logprobs: its shape must be [{rows}, k]")
+        fits = len(shape) == 2 and shape[0] == rows and type(shape[1]) is int and 0 < shape[1] <= MOST_TOP_K
+        if not fits or len(data) != rows * shape[1]:
+            raise RefusedCall(f"target_prompt_logprobs: its shape must be [{rows}, k] with k up to {MOST_TOP_K}")
         vocabulary = self._vocabulary
         if not all(type(one) is int and -1 <= one < vocabulary for one in data):
             raise RefusedCall(f"target_prompt_logprobs: token ids are from 0 to {vocabulary - 1}, and -1 for none")
@@ -169,20 +175,19 @@ class SamplingCalls:
         targets = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=shape)
         return {"top_k": top, "target_ids": ids}, top, last, targets
 
-
-def _asked(body: Mapping[str, Any]) -> SampleRequest:
-    """How it is sampled. Raises ApiError, RefusedCall."""
-    for name in ("prompt_alt_tokens_k", "record_stability_info"):
-        if body.get(name):
-            raise RefusedCall(f"{name}: is not offered")
-    given = dict(field(body, "sampling_params", dict, {}))
-    stop = given.pop("stop", None)
-    ids: tuple[int, ...] = ()
-    if isinstance(stop, list) and stop and all(type(one) is int for one in stop):
-        ids, stop = tuple(stop), None
-    return SampleRequest(
-        choices=number(body, "num_samples", 1, 1, MOST_SAMPLES, whole=True),
-        max_tokens=number(given, "max_tokens", None, 1, 2**31 - 1, whole=True),
-        stop_token_ids=ids,
-        **sampling_fields({**given, "stop": stop}),
-    )
+    def _asked(self, body: Mapping[str, Any]) -> SampleRequest:
+        """How it is sampled. Raises ApiError, RefusedCall."""
+        for name in ("prompt_alt_tokens_k", "record_stability_info"):
+            if body.get(name):
+                raise RefusedCall(f"{name}: is not offered")
+        given = dict(field(body, "sampling_params", dict, {}))
+        stop = given.pop("stop", None)
+        ids: tuple[int, ...] = ()
+        if isinstance(stop, list) and stop and all(type(one) is int for one in stop):
+            ids, stop = tuple(token_ids(stop, "stop", self._vocabulary).tolist()), None
+        return SampleRequest(
+            choices=number(body, "num_samples", 1, 1, MOST_SAMPLES, whole=True),
+            max_tokens=number(given, "max_tokens", None, 1, 2**31 - 1, whole=True),
+            stop_token_ids=ids,
+            **sampling_fields({**given, "stop": stop}),
+        )

@@ -29,11 +29,12 @@ from scalerl_jax.tinker import tinker_wire
 from scalerl_jax.tinker.sampling_calls import MOST_SAMPLES, SamplingCalls
 from scalerl_jax.tinker.store import Conflict, Future, Store
 from scalerl_jax.tinker.tinker_wire import RefusedCall
-from scalerl_jax.tinker.training import Training
+from scalerl_jax.tinker.training import TRAINED, Training
 
 POLL_SECONDS = 30.0  # that retrieve_future waits, at most; the client gives up after 45
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _PROTOBUF = "application/x-protobuf"
+_ADAM = "adamw"
 _API = "/api/v1"
 
 Body = Mapping[str, Any]
@@ -80,6 +81,7 @@ class Tinker:
             ("GET", "/training_runs/{name}", _of_path(self._run)),
             ("GET", "/training_runs/{name}/checkpoints", _of_path(self._checkpoints)),
             ("DELETE", "/training_runs/{name}/checkpoints/{checkpoint:path}", self._delete_checkpoint),
+            ("PUT", "/training_runs/{name}/checkpoints/{checkpoint:path}/ttl", self._set_expiry),
             ("GET", "/checkpoints", _of_path(self._checkpoints)),
             ("GET", "/futures/{name}/versions", _of_path(self._versions)),
             ("POST", "/create_model", _of_call(self._create_model)),
@@ -93,7 +95,7 @@ class Tinker:
         )
         return Starlette(
             routes=[Route(_API + path, self._guarded(serve), methods=[method]) for method, path, serve in routes],
-            exception_handlers={HTTPException: _no_route},
+            exception_handlers={HTTPException: _no_route, Exception: _failed},
         )
 
     def answered(self, future: Future) -> None:
@@ -153,6 +155,7 @@ class Tinker:
         model = self._row("models", field(body, "model_id", str))
         data = {"arch": self._family, "model_name": self._names[0], "tokenizer_id": self._folder}
         found = {"model_data": data, "model_id": model["id"], "model_name": data["model_name"], "type": "get_info"}
+        found["optimizer_config"] = {"type": _ADAM}
         return {**found, "is_lora": model["rank"] > 0, "lora_rank": model["rank"]}
 
     def _create_sampling_session(self, body: Body) -> Answer:
@@ -182,9 +185,9 @@ class Tinker:
         row = self._row("checkpoints", field(body, "tinker_path", str))
         model = self._row("models", row["model"])
         lora = json.loads(model["body"]).get("lora_config") or {}
-        trained = {key: lora.get(key, True) for key in ("train_unembed", "train_mlp", "train_attn")}
+        trained = {name: lora.get(name) is not False for name in TRAINED}
         found = {"base_model": self._names[0], "is_lora": model["rank"] > 0, "lora_rank": model["rank"]}
-        return {**found, **trained}
+        return {**found, **trained, "optimizer_config": {"type": _ADAM}}
 
     def _sessions(self) -> Answer:
         return {"sessions": [row["id"] for row in self._store.rows("sessions")]}
@@ -229,8 +232,17 @@ class Tinker:
         return {"checkpoints": found}
 
     async def _delete_checkpoint(self, request: Request) -> Response:
-        self._forget(self._row("checkpoints", "tinker://{name}/{checkpoint}".format(**request.path_params)))
+        self._forget(self._named_checkpoint(request))
         return Response(status_code=204)
+
+    async def _set_expiry(self, request: Request) -> Response:
+        """ttl_seconds from now; null: never."""
+        checkpoint, seconds = self._named_checkpoint(request), _seconds_to_live(object_of(await read_body(request)))
+        self._store.set("checkpoints", checkpoint["id"], expires=time.time() + seconds if seconds else None)
+        return Response(status_code=204)
+
+    def _named_checkpoint(self, request: Request) -> dict[str, Any]:
+        return self._row("checkpoints", "tinker://{name}/{checkpoint}".format(**request.path_params))
 
     def _forget(self, checkpoint: Mapping[str, Any]) -> None:
         # The files first: if this process ends in between, the remaining ones are still known.
@@ -259,16 +271,21 @@ class Tinker:
     def _create_model(self, body: Body, data: bytes) -> Answer:
         self._check_base(field(body, "base_model", str))
         lora = field(body, "lora_config", dict, {})
+        for name in TRAINED:
+            field(lora, name, bool)
+        kind = field(field(body, "optimizer_config", dict, {}), "type", str, _ADAM)
+        if kind != _ADAM:
+            raise RefusedCall(f"optimizer_config: {kind} is not offered; there is {_ADAM}")
         rank = number(lora, "rank", 0, 0, 2**16, whole=True)
         return self._new_run("create_model", data, body, rank=rank, seed=number(lora, "seed", 0, 0, 2**62, whole=True))
 
     def _load_weights(self, body: Body, data: bytes) -> Answer:
         path = field(body, "path", str)
-        if not isinstance(body.get("optimizer"), bool):
-            raise bad("optimizer: must be true or false")
+        if path is None or field(body, "optimizer", bool) is None:
+            raise bad("path and optimizer: both are needed")
         if field(body, "model_id", str) is not None:
             return self._training_call("load_weights", data, body)
-        saved = self._store.row("checkpoints", path or "")
+        saved = self._store.row("checkpoints", path)
         if saved is None:
             raise ApiError(404, f"path: {path} is no checkpoint")
         origin = self._row("models", saved["model"])
@@ -296,12 +313,12 @@ class Tinker:
         return JSONResponse(self._training_call("forward_backward", data, body))
 
     def _optim_step(self, body: Body, data: bytes) -> Answer:
-        given = field(body, "adam_params", dict, {})
+        given = field(body, "adam_params", dict)
         for name, low, high in (
             ("learning_rate", 0, 1e3), ("beta1", 0, 1), ("beta2", 0, 1), ("eps", 0, 1e3), ("weight_decay", 0, 1e3),
             ("grad_clip_norm", 0, 1e12),
         ):  # fmt: skip
-            if given and number(given, name, None, low, high) is None:
+            if given is not None and number(given, name, None, low, high) is None:
                 raise bad(f"adam_params.{name}: is missing")
         return self._training_call("optim_step", data, body)
 
@@ -322,7 +339,7 @@ class Tinker:
         name = field(body, "path", str, "")
         if not _NAME.fullmatch(name):
             raise bad("path: must be a name of letters, digits, '.', '_' and '-'")
-        number(body, "ttl_seconds", None, 1, 10**10)
+        _seconds_to_live(body)
 
     def _training_call(self, kind: str, data: bytes, body: Body, same: bytes | None = None) -> Answer:
         model = self._row("models", field(body, "model_id", str))["id"]
@@ -391,6 +408,10 @@ def _of_call(serve: Callable[[Body, bytes], Answer]) -> Serve:
     return answer
 
 
+def _seconds_to_live(body: Body) -> float | None:
+    return number(body, "ttl_seconds", None, 1, 10**10)
+
+
 def _sequence_number(body: Body, name: str, missing: str) -> int:
     seq: int | None = number(body, name, None, 0, 2**62, whole=True)
     if seq is None:
@@ -400,6 +421,11 @@ def _sequence_number(body: Body, name: str, missing: str) -> int:
 
 def _date(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    # Not 500, which the client repeats at once, for minutes.
+    return JSONResponse({"detail": f"{request.url.path}: the server failed: {error!r}"}, 400)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

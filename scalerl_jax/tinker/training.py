@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -39,14 +40,15 @@ SAVE_SECONDS = 60.0
 IDLE_SECONDS = 3.0
 ALPHA = 32.0  # of every adapter, as the protocol has it
 KEPT = 8  # snapshots of a run that have no name
+TRAINED = "train_attn", "train_mlp", "train_unembed"  # fields of lora_config; null is true
 _ATTENTION, _MLP = "q_proj,k_proj,v_proj,o_proj", "gate_proj,up_proj,down_proj"
 
 
 def targets_of(lora: Mapping[str, Any], decoder: DecoderConfig) -> str:
     """The targets, in config.lora's form. Raises RefusedCall."""
-    attention, mlp = lora.get("train_attn", True), lora.get("train_mlp", True)
+    attention, mlp, head = (lora.get(name) is not False for name in TRAINED)
     names = ["all-linear"] if attention and mlp else [_ATTENTION] * attention + [_MLP] * mlp
-    if lora.get("train_unembed", True) and not decoder.tied_embeddings:
+    if head and not decoder.tied_embeddings:
         names.append("lm_head")
     if not names:
         raise RefusedCall("lora_config: it trains nothing")
@@ -140,6 +142,12 @@ class Training:
             if not isinstance(error, RefusedCall):
                 _log.warning("%s call %d, %s: %s", future.owner, future.seq, future.kind, error)
             self._store.refuse(future, str(error), category="user")
+        except (OSError, sqlite3.Error):
+            raise
+        except Exception as error:  # noqa: BLE001  it ends neither other clients' calls nor each start after this one
+            _log.exception("%s call %d, %s", future.owner, future.seq, future.kind)
+            self._abandon()
+            self._store.refuse(future, f"{future.kind}: the server failed: {error!r}", category="server")
         else:
             self._store.answer(future, answer if proto else json.dumps(answer).encode(), proto=proto)
             if future.kind == "optim_step":
@@ -236,6 +244,13 @@ class Training:
             run.checkpoints.close()
             run.trainer.state = {}
 
+    def _abandon(self) -> None:
+        """Frees the mesh of a run whose state is lost, and is restored from the checkpoint when it has a call."""
+        run, self._run, self.holder = self._run, None, ""
+        if run is not None:
+            run.checkpoints.close()
+            run.trainer.state = {}
+
     def _save(self, run: _TrainingRun, call: int, *, at_once: bool = False) -> None:
         if not at_once and time.monotonic() - run.saved_at < SAVE_SECONDS:
             return
@@ -272,8 +287,7 @@ class Training:
         try:
             sums = run.trainer.optim_step(pending, optimizer=optimizer, learning_rate=given["learning_rate"])
         except FloatingPointError:
-            self._run, self.holder = None, ""  # the state is lost, and restored from the checkpoint
-            run.checkpoints.close()
+            self._abandon()
             raise
         return {"grad_norm:mean": sums["gradient_norm"], "micro_batches:sum": float(sums["micro_batches"])}
 
@@ -293,8 +307,14 @@ class Training:
 
     def _save_for_sampler(self, run: _TrainingRun, future: Future) -> dict[str, Any]:
         body = future.fields
-        name, number = body.get("path"), body.get("sampling_session_seq_id")
+        name, inflight = body.get("path"), body.get("kind") == "inflight"
         folder = self._place(run.id, "sampler_weights", name) if name else self._place(run.id, "snapshots", future.seq)
+        row = self._store.row("models", run.id)
+        assert row is not None
+        sampler, followed = f"{row['session']}:sample:{body.get('sampling_session_seq_id')}", "" if inflight else folder
+        there = None if name else self._store.row("samplers", sampler)
+        if there is not None and (there["model"], there["folder"]) != (run.id, followed):
+            raise RefusedCall(f"sampling_session_seq_id: {sampler} is another sampling session")
         write_model_folder(
             folder, params=run.trainer.policy, decoder=self._decoder, tokenizer_dir=self._config.model.path,
             dtype=self._config.model.sync_dtype, replace=True,
@@ -303,21 +323,13 @@ class Training:
         if name:
             path = f"tinker://{run.id}/sampler_weights/{name}"
             self._keep(run, path, "sampler", folder, future)
-            answer["path"] = path
-        else:
-            row = self._store.row("models", run.id)
-            assert row is not None
-            sampler = f"{row['session']}:sample:{number}"
-            inflight = body.get("kind") == "inflight"
-            with self._store.writing():
-                self._store.put(
-                    "samplers", id=sampler, session=row["session"], model=run.id, folder="" if inflight else folder
-                )
-                if inflight:
-                    self._store.set("models", run.id, inflight=folder)
-            self._drop_snapshots(run.id)
-            answer["sampling_session_id"] = sampler
-        return answer
+            return {**answer, "path": path}
+        with self._store.writing():
+            self._store.put("samplers", id=sampler, session=row["session"], model=run.id, folder=followed)
+            if inflight:
+                self._store.set("models", run.id, inflight=folder)
+        self._drop_snapshots(run.id)
+        return {**answer, "sampling_session_id": sampler}
 
     def _keep(self, run: _TrainingRun, path: str, kind: str, folder: str, future: Future) -> None:
         size = sum(os.path.getsize(os.path.join(at, file)) for at, _, files in os.walk(folder) for file in files)

@@ -1,5 +1,6 @@
 """Tinker's own client against a server of a toy model. About 40 s of CPU, most of it compilation."""
 
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,12 +21,16 @@ PROMPT = [5, 6, 7]
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("tinker")
-    model = model_folder(folder / "model")
-    (folder / "work").mkdir()
-    with rollout_server(folder, model) as address:
-        server = tinker_server(folder / "work", model, address)
+def place(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("tinker")
+
+
+@pytest.fixture(scope="module")
+def url(place: pathlib.Path) -> Iterator[str]:
+    model = model_folder(place / "model")
+    (place / "work").mkdir()
+    with rollout_server(place, model) as address:
+        server = tinker_server(place / "work", model, address)
         try:
             yield f"http://{server.wait().address}"
         finally:
@@ -69,6 +74,25 @@ def test_gradients_add_up_and_a_forward_pass_leaves_them_alone(service: Any) -> 
     other = parts.optim_step(ADAM).result().metrics
     assert other["grad_norm:mean"] == pytest.approx(one["grad_norm:mean"], rel=1e-5)
     np.testing.assert_allclose(logprobs(parts), logprobs(whole), atol=1e-4)
+    alone = trained(service)  # the same parts, without the forward passes
+    for tokens in DATA:
+        alone.forward_backward([supervised(tokens)], "cross_entropy")
+    assert alone.optim_step(ADAM).result().metrics == other
+    assert logprobs(alone) == logprobs(parts)
+
+
+def test_a_saved_optimizer_takes_the_step_of_one_that_went_on(service: Any) -> None:
+    def step(client: Any) -> list[float]:
+        client.forward_backward([supervised(tokens) for tokens in DATA], "cross_entropy")
+        client.optim_step(ADAM).result()
+        return logprobs(client)
+
+    client = trained(service)
+    step(client)
+    saved = client.save_state("half").result().path
+    expected = step(client)
+    assert step(service.create_training_client_from_state_with_optimizer(saved).result()) == expected
+    assert step(service.create_training_client_from_state(saved).result()) != expected
 
 
 def test_a_custom_loss_of_the_client_is_differentiated(service: Any) -> None:
@@ -129,14 +153,23 @@ def test_an_adapter_trains_and_goes_on_from_its_checkpoint(service: Any) -> None
         client.save_state("adapter").result()
 
 
-def test_a_checkpoint_whose_time_is_over_is_deleted(service: Any) -> None:
+def test_a_checkpoint_whose_time_is_over_is_deleted(service: Any, url: str) -> None:
     client, rest = trained(service), service.create_rest_client()
 
     def there() -> list[str]:
         return [one.tinker_path for one in rest.list_checkpoints(client.model_id).result().checkpoints]
 
     kept = client.save_state("kept", ttl_seconds=10**6).result().path
-    gone = client.save_state("gone", ttl_seconds=1).result().path
+    gone = client.save_state("gone").result().path
+    expires = [one.expires_at for one in rest.list_checkpoints(client.model_id).result().checkpoints]
+    assert expires[0] is not None and expires[1] is None
+    rest.set_checkpoint_ttl_from_tinker_path(kept, None).result()
+    assert rest.list_checkpoints(client.model_id).result().checkpoints[0].expires_at is None
+    with httpx.Client(base_url=f"{url}/api/v1", timeout=SECONDS) as http:  # the client has an hour at least
+        place = "/training_runs/{}/checkpoints/{}/ttl".format(*gone.removeprefix("tinker://").split("/", 1))
+        assert http.put(place, json={"ttl_seconds": "soon"}).status_code == 400
+        assert http.put(place.replace("gone", "never"), json={"ttl_seconds": 1}).status_code == 404
+        assert http.put(place, json={"ttl_seconds": 1}).status_code == 204
     eventually(lambda: there() == [kept], "its time is over")
     with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
         service.create_training_client_from_state(gone).result()
@@ -155,6 +188,13 @@ def test_what_is_sampled_is_the_policys(service: Any, url: str) -> None:
     assert [one.stop_reason for one in found.sequences] == ["length"] * 3
     tokens = [[int(token) for token in one.tokens] for one in found.sequences]
     assert len({tuple(one) for one in tokens}) > 1
+    likeliest = found.topk_prompt_logprobs
+    assert likeliest[0] is None and [len(one) for one in likeliest[1:]] == [4] * (len(PROMPT) - 1)
+    for one, token, logprob in zip(likeliest[1:], PROMPT[1:], found.prompt_logprobs[1:], strict=True):
+        of_all = dict(one)
+        assert sorted(of_all.values(), reverse=True) == [p for _, p in one] and sum(np.exp(p) for _, p in one) < 1
+        assert of_all.get(token, logprob) == pytest.approx(logprob, abs=1e-5)
+        assert logprob <= one[0][1] + 1e-5
     again = sampler.sample(types.ModelInput.from_ints(PROMPT), 3, settings).result()
     assert [[int(token) for token in one.tokens] for one in again.sequences] == tokens
     for one, ids in zip(found.sequences, tokens, strict=True):
@@ -239,6 +279,44 @@ def test_what_is_refused_is_raised_by_name_and_the_run_goes_on(service: Any, ask
     with pytest.raises(tinker.RequestFailedError, match=told):
         ask(client).result()
     assert logprobs(client) == before
+
+
+def test_what_no_client_sends_ends_nothing(url: str, service: Any, place: pathlib.Path) -> None:
+    """Not the server, and no other call."""
+    client = trained(service)
+    client.forward_backward([supervised(tokens) for tokens in DATA], "cross_entropy").result()
+    with httpx.Client(base_url=f"{url}/api/v1", timeout=SECONDS) as http:
+
+        def post(route: str, **body: Any) -> httpx.Response:
+            return http.post(route, json=body)
+
+        # A step without numbers, where there is a gradient.
+        assert post("/optim_step", model_id=client.model_id, seq_id=2, adam_params={}).status_code == 400
+        session = post("/create_session").json()["session_id"]
+        made = {"session_id": session, "base_model": "model"}
+        odd = {"rank": 2, "train_mlp": False, "train_attn": "x"}
+        assert post("/create_model", **made, model_seq_id=0, lora_config=odd).status_code == 400
+        dimuon = {"type": "dimuon"}
+        refused = post("/create_model", **made, model_seq_id=0, optimizer_config=dimuon)
+        assert refused.status_code == 400 and "dimuon is not offered" in refused.json()["detail"]
+        null = {"rank": 2, "seed": 2**62, "train_attn": None}
+        adapter = answer_to(http, post("/create_model", **made, model_seq_id=0, lora_config=null)).json()
+        assert adapter["model_id"] == f"{session}:train:0"
+        # Targets that would need terabytes.
+        sampler = post("/create_sampling_session", **made, sampling_session_seq_id=0).json()["sampling_session_id"]
+        prompt, targets = {"chunks": [{"tokens": [5]}]}, {"shape": [0, 10**12], "data": []}
+        asked = {"sampling_session_id": sampler, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+        refused = answer_to(http, post("/asample", **asked, seq_id=0, target_prompt_logprobs=targets))
+        assert refused.json()["category"] == "user" and "shape must be [0, k]" in refused.json()["error"]
+    # What is saved has been damaged.
+    saved = client.save_state("damaged").result().path
+    (folder,) = (place / "work" / "models").glob("*/weights/damaged")
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"?")
+    with pytest.raises(tinker.RequestFailedError, match="can be read"):
+        service.create_training_client_from_state(saved).result()
+    assert client.optim_step(ADAM).result().metrics["grad_norm:mean"] > 0
 
 
 def test_a_call_that_comes_again_is_the_same_call(url: str) -> None:

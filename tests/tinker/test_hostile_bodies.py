@@ -20,7 +20,9 @@ pytestmark = pytest.mark.slow
 
 CODES = {200, 400, 404, 405, 409, 410, 413}
 ADAM = {"learning_rate": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
-LORA = {"rank": 0, "seed": 1, "train_unembed": True, "train_mlp": True, "train_attn": True}
+LORA = {"rank": 2, "seed": 1, "train_unembed": True, "train_mlp": True, "train_attn": True}
+LATER = 10**6  # calls from here on wait
+OF_A_RUN = ("optim_step", "load_weights", "save_weights", "save_weights_for_sampler", "forward_backward")
 
 
 def bodies(session: str, model: str, sampler: str) -> dict[str, dict[str, Any]]:
@@ -32,10 +34,14 @@ def bodies(session: str, model: str, sampler: str) -> dict[str, dict[str, Any]]:
         "weights_info": {"tinker_path": f"tinker://{model}/weights/a"},
         "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 1, "base_model": "model"},
         "create_model": {"session_id": session, "model_seq_id": 0, "base_model": "model", "lora_config": LORA},
-        "load_weights": {"model_id": model, "seq_id": 4, "path": f"tinker://{model}/weights/a", "optimizer": True},
-        "optim_step": {"model_id": model, "seq_id": 3, "adam_params": ADAM},
-        "save_weights": {"model_id": model, "seq_id": 5, "path": "a", "ttl_seconds": 3600, "overwrite": False},
-        "save_weights_for_sampler": {"model_id": model, "seq_id": 6, "sampling_session_seq_id": 2, "kind": "snapshot"},
+        "load_weights": {
+            "model_id": model, "seq_id": LATER + 4, "path": f"tinker://{model}/weights/a", "optimizer": True,
+        },
+        "optim_step": {"model_id": model, "seq_id": LATER + 3, "adam_params": ADAM},
+        "save_weights": {"model_id": model, "seq_id": LATER + 5, "path": "a", "ttl_seconds": 3600, "overwrite": False},
+        "save_weights_for_sampler": {
+            "model_id": model, "seq_id": LATER + 6, "sampling_session_seq_id": 2, "kind": "snapshot",
+        },
         "asample": {
             "sampling_session_id": sampler, "seq_id": 0, "num_samples": 1, "prompt_logprobs": True,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}, "topk_prompt_logprobs": 1,
@@ -46,9 +52,10 @@ def bodies(session: str, model: str, sampler: str) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def proto(model: str, rng: random.Random) -> bytes:
+def proto(model: str, rng: random.Random, number: int) -> bytes:
     """A call of forward_backward, some bytes of which are others."""
-    request = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="cross_entropy", forward_only=True)
+    forward = rng.random() < 0.5
+    request = pb.ForwardBackwardRequest(model_id=model, seq_id=number, loss_fn="cross_entropy", forward_only=forward)
     datum = request.data.add()
     datum.model_input.add().encoded_text.tokens = np.arange(4, dtype=np.int32).tobytes()
     for name, dtype, kind in (("target_tokens", np.int64, pb.DTYPE_INT64), ("weights", np.float32, pb.DTYPE_FLOAT32)):
@@ -78,20 +85,28 @@ def test_every_request_has_an_answer(count: int, tmp_path: pathlib.Path) -> None
 
 def ask(http: httpx.Client, rng: random.Random, count: int) -> None:
     session = http.post("create_session", json={}).json()["session_id"]
-    made = {"session_id": session, "model_seq_id": 0, "base_model": "model", "lora_config": LORA}
+    made = {"session_id": session, "model_seq_id": 0, "base_model": "model", "lora_config": LORA | {"rank": 0}}
     model = http.post("create_model", json=made).json()["model_id"]
     wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "model"}
     sampler = http.post("create_sampling_session", json=wanted).json()["sampling_session_id"]
     good = bodies(session, model, sampler)
-    codes, numbers = set[int](), iter(range(1, count + 1))
+    codes, numbers, runs, call, last = set[int](), iter(range(1, count + 1)), iter(range(1, 4)), 1, None
     for _ in range(count):
         name = rng.choice([*good, "forward_backward"])
+        # The next call of the run, which is computed.
+        number = call if name in OF_A_RUN and rng.random() < 0.2 else 0
         if name == "forward_backward":
-            content, kind = proto(model, rng), "application/x-protobuf"
+            content, kind = proto(model, rng, number or LATER), "application/x-protobuf"
         else:
             body = changed(good[name], rng)
-            if name == "asample" and isinstance(body, dict) and "seq_id" in body and rng.random() < 0.1:
-                body["seq_id"] = next(numbers)
+            if isinstance(body, dict) and "seq_id" in body:
+                if name == "asample" and rng.random() < 0.1:
+                    body["seq_id"] = next(numbers)
+                if number:
+                    body["seq_id"] = number
+                    body |= {"sampling_session_seq_id": number} if name == "save_weights_for_sampler" else {}
+            if name == "create_model" and isinstance(body, dict) and rng.random() < 0.05:
+                body["model_seq_id"] = next(runs, 1)
             content, kind = json.dumps(body).encode("utf-8", "surrogatepass"), "application/json"
             if rng.random() < 0.05:
                 content = content[: rng.randrange(len(content) + 1)]
@@ -99,7 +114,12 @@ def ask(http: httpx.Client, rng: random.Random, count: int) -> None:
         assert answer.status_code in CODES, (name, content, answer.text)
         assert answer.status_code == 200 or answer.json()["detail"], (name, content)
         codes.add(answer.status_code)
-    assert {200, 400, 404, 409, 410} <= codes
+        if number and answer.status_code == 409 and f" call {call}," in answer.json()["detail"]:
+            call += 1  # another body came under this number before
+        if number and answer.status_code == 200 and answer.json()["request_id"] == f"{model}:{call}":
+            call, last = call + 1, answer
+    assert {200, 400, 404, 409, 410} <= codes and call > count / 200
     # It goes on: what is asked as it should be is answered.
+    assert last is not None and answer_to(http, last).status_code == 200
     answer = http.post("asample", json={**good["asample"], "seq_id": count + 5})
     assert pb.SampleResponse.FromString(answer_to(http, answer).content).sequences

@@ -1,15 +1,21 @@
 """What a client sends, as segments and objectives, against the formulas that the protocol states. 2 s of CPU."""
 
 import itertools
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
+from scalerl_jax.config import Config
 from scalerl_jax.learner.packing import Segment
 from scalerl_jax.tinker import tinker_pb2 as pb
 from scalerl_jax.tinker import tinker_wire
+from scalerl_jax.tinker.store import Store
 from scalerl_jax.tinker.tinker_wire import RefusedCall
+from scalerl_jax.tinker.training import Training
+from tests.support.models import toy_decoder
+from tests.support.waiting import eventually
 
 VOCABULARY, LONGEST = 50, 16
 FIELDS = {  # of the client's own messages: an update of it must not move them
@@ -185,3 +191,26 @@ def test_the_client_has_these_numbers() -> None:
     proto = pytest.importorskip("tinker.proto.tinker_public_pb2")
     for name, fields in FIELDS.items():
         assert set(fields) <= {(field.name, field.number) for field in getattr(proto, name).DESCRIPTOR.fields}, name
+
+
+def test_an_error_of_ours_is_the_answer_to_its_call_alone(tmp_path, monkeypatch):
+    def taken_up(training, model):
+        if model == "first":
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(Training, "_taken_up", taken_up)
+    store, ended = Store(str(tmp_path)), []
+    futures = []
+    for name in ("first", "second"):
+        store.put("models", id=name, session="s", created=0.0, rank=0, seed=0, body="{}")
+        futures.append(store.accept(name, 0, "create_model", b"{}")[0])
+    training = Training(
+        Config(), toy_decoder(), folder=str(tmp_path), longest=8, answered=lambda _: None, fail=ended.append
+    )
+    training.start()
+    first, second = eventually(
+        lambda: (found := [store.future(one.id) for one in futures])[1].answer is not None and found, "both answers"
+    )
+    training.close()
+    assert first.failed and json.loads(first.answer)["category"] == "server" and b"RESOURCE_EXHAUSTED" in first.answer
+    assert not second.failed and not ended
