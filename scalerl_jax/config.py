@@ -227,6 +227,7 @@ class ObjectiveConfig:
     # Loss of a token, as a function of its importance ratio and advantage.
     loss: Literal["cispo", "clip", "gspo", "reinforce", "dro"] = "cispo"
     max_ratio: Positive[float] = 5.0  # cispo: cap on the importance ratio itself.
+    min_ratio: NotNegative[float] = 0.0  # cispo: floor of the importance ratio. 0 is off, as in the paper.
     clip_low: NotNegative[float] = 0.2  # clip and gspo: the ratio is clipped below 1 - clip_low.
     # clip and gspo: the ratio is clipped above 1 + clip_high. GRPO has 0.2, DAPO 0.26.
     clip_high: NotNegative[float] = 0.26

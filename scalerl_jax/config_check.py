@@ -12,6 +12,7 @@ from scalerl_jax.config import Config, EnvironmentConfig
 # The two ends of a range, each a separate field.
 _RANGES = (
     ("objective.icepop_low", "objective.icepop_high"),
+    ("objective.min_ratio", "objective.max_ratio"),
     ("rollout.thinking_budget_min", "rollout.thinking_budget_max"),
 )
 

@@ -1,7 +1,7 @@
 """The losses, per token and already weighted.
 
     rho_t = exp(logp_train_t - logp_gen_t)          logp_gen: the generator's own, from whichever version sampled it
-    cispo       - sum w_t sg(min(rho_t, max_ratio)) A_t logp_train_t            max_ratio on rho itself, no floor
+    cispo       - sum w_t sg(clip(rho_t, min_ratio, max_ratio)) A_t logp_train_t    on rho itself; no floor by default
     clip        - sum w_t min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t)    GRPO .2/.2, DAPO .2/.26
     gspo        - sum w_t min(s A_t, clip(s, 1 - low, 1 + high) A_t)            s = exp(mean log rho of a completion)
     reinforce   - sum w_t A_t logp_train_t                                      as if the tokens were the policy's own
@@ -198,7 +198,11 @@ Terms = tuple[jax.Array, jax.Array]  # of each token: what is maximized, and whe
 
 def cispo(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
     """The truncated ratio weighs the gradient of the log-prob."""
-    return _weighed(tokens, objective.max_ratio)
+    weighed, clipped = _weighed(tokens, objective.max_ratio)
+    if not _on(objective.min_ratio):
+        return weighed, clipped
+    low = tokens.ratio < objective.min_ratio
+    return jnp.where(low, objective.min_ratio * tokens.advantages * tokens.logp_train, weighed), clipped | low
 
 
 def clip(tokens: Tokens, objective: ObjectiveConfig) -> Terms:

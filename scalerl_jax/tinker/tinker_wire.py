@@ -3,7 +3,7 @@
     cross_entropy         - sum w logp                                       reinforce, with w as the advantage
     importance_sampling   - sum r A                                          clip, without a bound
     ppo                   - sum min(r A, clip(r, low, high) A)               clip
-    cispo                 - sum sg(min(r, high)) A logp                      cispo
+    cispo                 - sum sg(clip(r, low, high)) A logp                cispo
     gspo                  as ppo, with s = exp(mean log r) instead of r      gspo, whose tokens are the sequence's
     dro                   - sum (A logp - beta / 2 (log r)^2)                dro
 
@@ -116,11 +116,9 @@ def objective_of(request: pb.ForwardBackwardRequest) -> ObjectiveConfig:
         return ObjectiveConfig(loss="dro", dro_beta=numbers[_BETA])
     low, high = numbers[_LOW], numbers[_HIGH]
     if name == "cispo":
-        if low:
-            raise RefusedCall(f"loss_fn_config: {_LOW} is {low:g}, and of cispo only 0 is offered")
-        if not high:
-            raise RefusedCall(f"loss_fn_config: {_HIGH} must be above 0")
-        return ObjectiveConfig(loss="cispo", max_ratio=high)
+        if not (high > 0 and low <= high):
+            raise RefusedCall(f"loss_fn_config: {_HIGH} must be above 0 and {_LOW}, and is {high:g}")
+        return ObjectiveConfig(loss="cispo", min_ratio=low, max_ratio=high)
     if not low <= 1 <= high:
         raise RefusedCall(f"loss_fn_config: the thresholds must be around 1, and are {low:g} and {high:g}")
     return ObjectiveConfig(loss="gspo" if name == "gspo" else "clip", clip_low=1 - low, clip_high=high - 1)

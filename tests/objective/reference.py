@@ -102,8 +102,9 @@ def _term(train: float, gen: float, a: float, sequence: float, allowed: bool, op
     low, high = 1 - options.clip_low, 1 + options.clip_high
     own = 0.0
     if options.loss == "cispo":
-        own = min(rho, options.max_ratio) * a  # under stop-gradient: only log pi is differentiated
-        value, clipped = own * train, rho > options.max_ratio
+        # Under stop-gradient: only log pi is differentiated.
+        own = min(max(rho, options.min_ratio), options.max_ratio) * a
+        value, clipped = own * train, not options.min_ratio <= rho <= options.max_ratio
     elif options.loss in ("clip", "gspo"):
         ratio = min(rho if options.loss == "clip" else sequence, most)
         value = min(ratio * a, min(max(ratio, low), high) * a)

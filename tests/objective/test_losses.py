@@ -20,6 +20,7 @@ OBJECTIVES = {
     "cispo": ObjectiveConfig(),
     "cispo, low cap": ObjectiveConfig(max_ratio=1.1),
     "cispo, cap under 1": ObjectiveConfig(max_ratio=0.9),
+    "cispo, floor": ObjectiveConfig(min_ratio=0.8, max_ratio=1.3),
     "clip, GRPO": ObjectiveConfig(loss="clip", clip_low=0.2, clip_high=0.2),
     "clip, DAPO": ObjectiveConfig(loss="clip", clip_low=0.2, clip_high=0.26),
     "gspo": ObjectiveConfig(loss="gspo", clip_low=0.1, clip_high=0.15),
@@ -194,12 +195,14 @@ def test_the_gradient_of_cispo_is_the_capped_ratio_under_a_stop_gradient(seed):
     assert capped.any() and (expected[capped] != 0).all()
 
 
-def test_the_cap_is_on_the_ratio_itself_and_there_is_no_floor():
+@pytest.mark.parametrize("floor", [0.0, 0.6])
+def test_the_cap_is_on_the_ratio_itself_and_there_is_no_floor_by_default(floor):
     ratio = np.array([1e-4, 0.5, 1.0, 4.9, 5.1, 5.9, 400.0])
+    objective = ObjectiveConfig(min_ratio=floor) if floor else ObjectiveConfig()
     for advantage in (1.5, -1.5):
-        loss, gradient = tokens(train=-1.0, gen=-1.0 - np.log(ratio), advantage=advantage, objective=ObjectiveConfig())
-        np.testing.assert_allclose(gradient, -np.minimum(ratio, 5.0) * advantage, rtol=1e-5)
-        assert loss == pytest.approx(np.minimum(ratio, 5.0).sum() * advantage, rel=1e-5)  # logp = -1
+        loss, gradient = tokens(train=-1.0, gen=-1.0 - np.log(ratio), advantage=advantage, objective=objective)
+        np.testing.assert_allclose(gradient, -np.clip(ratio, floor, 5.0) * advantage, rtol=1e-5)
+        assert loss == pytest.approx(np.clip(ratio, floor, 5.0).sum() * advantage, rel=1e-5)  # logp = -1
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.2, 0.26)])
@@ -436,7 +439,7 @@ def frozen(train, arrays, objective, at):
                 capped = np.exp(at[r, i] - gen[r, i])
                 value = 0.0
                 if objective.loss == "cispo":
-                    value = min(capped, objective.max_ratio) * a * train[r, i]
+                    value = min(max(capped, objective.min_ratio), objective.max_ratio) * a * train[r, i]
                 elif objective.loss == "reinforce":
                     value = (min(capped, objective.tis_cap) if objective.tis_cap else 1.0) * a * train[r, i]
                 elif objective.loss == "dro":

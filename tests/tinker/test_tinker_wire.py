@@ -100,6 +100,7 @@ def expected(loss: str, low: float, high: float) -> float:
         ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}, (0.5, 2.0)),
         ("cispo", {}, (0, 4)),
         ("cispo", {"clip_high_threshold": 1.3}, (0, 1.3)),
+        ("cispo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, (0.9, 1.1)),
         ("gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}, (0.9, 1.05)),
     ],
 )
@@ -140,7 +141,7 @@ GOOD = {"logprobs": BEFORE[1], "advantages": ADVANTAGES[1]}
         (request("ppo"), "data: there is none"),
         (request("ppo", datum(TOKENS[1], **GOOD), beta=1.0), "ppo has no beta"),
         (request("ppo", datum(TOKENS[1], **GOOD), clip_low_threshold=1.5), "must be around 1"),
-        (request("cispo", datum(TOKENS[1], **GOOD), clip_low_threshold=0.5), "of cispo only 0 is offered"),
+        (request("cispo", datum(TOKENS[1], **GOOD), clip_low_threshold=5), "must be above 0 and clip_low_threshold"),
         (request("ppo", datum(TOKENS[1], advantages=[1, 1])), r"data\[0\].loss_fn_inputs: ppo needs logprobs"),
         (request("ppo", datum(TOKENS[1], **GOOD, weights=[1, 1])), "does not take weights"),
         (request("ppo", datum(TOKENS[1], **(GOOD | {"advantages": [1]}))), "must be \\[2\\], a number for each token"),
