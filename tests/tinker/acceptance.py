@@ -2,8 +2,13 @@
 
     python -m tests.tinker.acceptance NAME... --url=http://127.0.0.1:8000 --model=DIR --folder=DIR [--python=PYTHON]
 
-NAME is a row of PROGRAMS. The server must have been started with --names=Qwen/Qwen3.5-9B-Base, which is what the
-programs call the model, and --maximum_tokens=128 or more. PYTHON has tinker-cookbook; by default it is this one.
+NAME is a row of PROGRAMS, or the path of a tutorial of the cookbook's source archive: of version 0.6.1, 101, 103, 104,
+202 to 204, 301 to 304 and 402 to 406 need no network. They import marimo and matplotlib, and the model must know
+`<|im_end|>`, be at least 32 wide in each product and have a context of 2,048 tokens.
+
+The server must have been started with --names=Qwen/Qwen3.5-9B-Base, which is what the programs call the model (for
+tutorials also Qwen/Qwen3.5-4B), and --maximum_tokens=128 or more (2,048). PYTHON has tinker-cookbook; by default it is
+this one.
 
 The programs run in --folder, where Qwen/Qwen3.5-9B-Base is a link to the model's folder, for its tokenizer, and each
 data set that they load by name is a folder of that name: both libraries take a folder before they ask the network.
@@ -26,6 +31,7 @@ import time
 from collections.abc import Callable
 
 MODEL = "Qwen/Qwen3.5-9B-Base"  # the cookbook renders it as "User: ...\n\nAssistant: ..."
+CHAT_MODEL = "Qwen/Qwen3.5-4B"  # of tutorials
 SECONDS = 1800.0  # that a program may take
 _RECIPES = "tinker_cookbook.recipes"
 
@@ -124,10 +130,11 @@ PROGRAMS = {
 
 def write_folder(folder: pathlib.Path, model: pathlib.Path) -> None:
     """The folder in which the programs run."""
-    link = folder / MODEL
-    link.parent.mkdir(parents=True, exist_ok=True)
-    if not link.is_symlink():
-        link.symlink_to(model.absolute(), target_is_directory=True)
+    for name in (MODEL, CHAT_MODEL):
+        link = folder / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.is_symlink():
+            link.symlink_to(model.absolute(), target_is_directory=True)
     rng = random.Random(0)
     talks, questions, sums = [], [], []
     for _ in range(_STEPS * BATCH):
@@ -193,23 +200,35 @@ def run(name: str, *, url: str, folder: pathlib.Path, python: str) -> None:
     if program.begins:
         saved = checkpoint(folder / "logs" / program.begins)
         arguments += [f"teacher_model={MODEL}", f"teacher_checkpoint={saved['sampler_path']}"]
-    environment = {
-        **os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-acceptance", "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "PYTHONSAFEPATH": "1", "TINKER_TELEMETRY": "0",
-    }  # fmt: skip
     began = time.monotonic()
     print(f"{name}: python -m {program.module} {' '.join(arguments)}", flush=True)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder / "logs" / f"{name}.txt", "w") as output:
-        done = subprocess.run(
-            [python, "-c", _RUN, program.module, *arguments], cwd=folder, env=environment, stdout=output, stderr=output,
-            timeout=SECONDS, check=False,
-        )  # fmt: skip
-    text = pathlib.Path(output.name).read_text()
-    assert done.returncode == 0, f"{name} failed, of {output.name}:\n{text[-3000:]}"
+    _call(name, [python, "-c", _RUN, program.module, *arguments], url, folder)
     lines = (log / "metrics.jsonl").read_text().splitlines()
     program.check([json.loads(line) for line in lines])
     print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def run_tutorial(path: str, *, url: str, folder: pathlib.Path, python: str) -> None:
+    """Raises AssertionError where it fails."""
+    began, name = time.monotonic(), pathlib.Path(path).stem
+    _call(name, [python, os.path.abspath(path)], url, folder)
+    print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def _call(name: str, command: list[str], url: str, folder: pathlib.Path) -> None:
+    """Raises AssertionError where it fails. What it prints is in logs/NAME.txt."""
+    environment = {
+        **os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-acceptance", "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "PYTHONSAFEPATH": "1", "TINKER_TELEMETRY": "0",
+        "MPLBACKEND": "Agg", "TINKER_COOKBOOK_RUNS_DIR": str(folder / "runs"),
+    }  # fmt: skip
+    output = folder / "logs" / f"{name}.txt"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with open(output, "w") as file:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, stdout=file, stderr=file, timeout=SECONDS, check=False
+        )
+    assert done.returncode == 0, f"{name} failed, of {output}:\n{output.read_text()[-3000:]}"
 
 
 def checkpoint(log: pathlib.Path) -> dict[str, str]:
@@ -233,12 +252,12 @@ def main() -> None:
         return
     if not (arguments.names and arguments.url and arguments.model and arguments.folder):
         parser.error("NAME..., --url, --model and --folder, or --traces")
-    if unknown := set(arguments.names) - PROGRAMS.keys():
-        parser.error(f"{min(unknown)} is not one of {', '.join(PROGRAMS)}")
+    if unknown := {name for name in arguments.names if name not in PROGRAMS and not os.path.isfile(name)}:
+        parser.error(f"{min(unknown)} is not one of {', '.join(PROGRAMS)}, and no tutorial")
     folder = arguments.folder.absolute()
     write_folder(folder, arguments.model)
     for name in arguments.names:
-        run(name, url=arguments.url, folder=folder, python=arguments.python)
+        (run if name in PROGRAMS else run_tutorial)(name, url=arguments.url, folder=folder, python=arguments.python)
 
 
 if __name__ == "__main__":
