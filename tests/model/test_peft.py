@@ -19,13 +19,12 @@ pytestmark = pytest.mark.slow
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
-CLOSE = 1e-4
-# Of experts only the rest: transformers 5 has them in one parameter, which PEFT adapts in another form.
+CLOSE = 2e-5
 CASES = {
     "llama-fours-untied-scaled": "all-linear,lm_head,embed_tokens",
     "qwen2-alone-tied": "all-linear",
     "qwen3-eights-tied-scaled": "q_proj,down_proj",
-    "qwen3_moe-two-of-eight": "q_proj,k_proj,v_proj,o_proj",
+    "qwen3_moe-two-of-eight": "all-linear",
     "llama4_text-one-of-four": "self_attn.q_proj,self_attn.v_proj",
 }
 
@@ -55,8 +54,12 @@ def test_peft_computes_what_is_computed_here(case: str, tmp_path: pathlib.Path) 
     assert np.abs(adapted - ours).max() < CLOSE and np.abs(adapted - alone).max() > 100 * CLOSE
 
     model.save_pretrained(tmp_path / "again", save_embedding_layers=False)
-    found = read_adapter(str(tmp_path / "again"), lora)
-    assert all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (found, adapter)), strict=True))
+    if config.experts and CASES[case] == "all-linear":  # PEFT writes all experts as one matrix of a higher rank
+        with pytest.raises(ValueError, match="rank_pattern"):
+            read_adapter(str(tmp_path / "again"), lora)
+    else:
+        found = read_adapter(str(tmp_path / "again"), lora)
+        assert all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (found, adapter)), strict=True))
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
     merged = load_hf(str(tmp_path / "merged"))[1]
     hidden = forward(merged, config, tokens, positions, ids)
