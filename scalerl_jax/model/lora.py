@@ -7,8 +7,8 @@ merged one, which is also what is sent: a generator receives weights, or their c
 
 In a parameter tree a weight with an adapter is a `LowRank`, in the layout of its leaf: a matrix of a layer is [in, out]
 = a b with a [in, rank] and b [rank, out]; experts and tables are [.., out, in] = b a. The gradient of a layer's matrix
-goes through the rank: no dW is computed (decoder.project). That of experts and of the head is the merged
-weight's, projected, one layer at a time.
+goes through the rank: no dW is computed (decoder.project). That of experts and of the head is the merged weight's,
+projected, one layer at a time.
 """
 
 import dataclasses

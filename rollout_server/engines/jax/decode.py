@@ -391,18 +391,19 @@ def decode_chunk(
 
 
 def _draw(
-    logit: jax.Array, s: DecodeSettings, u: jax.Array, *, filtered: bool, precision: DecodePrecision
+    logit: jax.Array, settings: DecodeSettings, u: jax.Array, *, filtered: bool, precision: DecodePrecision
 ) -> tuple[jax.Array, jax.Array]:
     """(tokens [B] int32, log-probs [B] float32) for logits [B, V] and uniform numbers [B, 2]."""
+    temperature, top_k, top_p = settings.temperature, settings.top_k, settings.top_p
     draw = functools.partial(sample, filtered=filtered)
-    rows = logit, s.temperature, s.top_k, s.top_p, u
+    rows = logit, temperature, top_k, top_p, u
     if not precision.bitwise:
         return draw(*rows)
     token, logprob = in_blocks(lambda rows, _: draw(*rows), rows, lead=1)
     # As training computes it, where the sampling distribution is the policy's.
     shifted, spread = spread_of(logit, precision)
     plain = (jnp.take_along_axis(shifted, token[:, None], axis=1) - spread)[:, 0]
-    return token, jnp.where((s.temperature == 1) & (s.top_k == 0) & (s.top_p == 1), plain, logprob)
+    return token, jnp.where((temperature == 1) & (top_k == 0) & (top_p == 1), plain, logprob)
 
 
 def _feed(
@@ -449,8 +450,8 @@ def _feed(
         keys.append(key)
         values.append(value)
         if precision.bitwise:
-            attend_all = attend_slots_on_cpu if precision.on_cpu else attend_slots
-            return attend_all(q, key, value, position, precision.dot)
+            of_slots = attend_slots_on_cpu if precision.on_cpu else attend_slots
+            return of_slots(q, key, value, position, precision.dot)
         return caches_lib.attend(q, key, value, position, **rest)
 
     x, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)

@@ -4,7 +4,8 @@ A query iterates over the keys of its segment in tiles of TILE from the segment'
 (flash attention, arXiv 2205.14135), as one of a block of QUERIES: query i of its segment is row i % QUERIES there. ROWS
 blocks are computed at once (see row_blocks.py): in the trainer neighboring blocks, in the generator one for each slot,
 of which one row is used. So both multiply the same shapes, and each query adds up the same tiles in the same order. A
-tile without visible keys changes no bit: the maximum stays, the factor is exp(0) = 1, and the summands are 0.
+tile without visible keys changes no bit: the maximum stays, the factor is exp(0) = 1, and the summands are 0. A
+generator on a CPU multiplies other shapes, of which the kernels there make the same bits (attend_slots_on_cpu).
 
 Segments start at multiples of TILE. The backward pass is that of the other ways (blocks.py).
 
