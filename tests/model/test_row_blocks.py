@@ -1,5 +1,6 @@
 """Stages in blocks of rows, and attention in tiles: a row's bits do not depend on how many rows there are, or where."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,6 +12,7 @@ from scalerl_jax.model import row_blocks
 from scalerl_jax.model.attention import BLOCKS, TILES, packed_attention
 from scalerl_jax.model.attention.tiles import attend_slots, attend_slots_on_cpu
 from scalerl_jax.model.decoder import Precision, final_norm, rotation_of
+from tests.support import families
 from tests.support.models import toy_decoder
 
 CONFIG, PRECISION = toy_decoder(head_dim=16), Precision(numerics="bitwise")
@@ -26,6 +28,17 @@ STAGES = {
 
 def bits(x: jax.Array) -> np.ndarray:
     return np.asarray(x).view(np.int32)
+
+
+def test_what_it_does_not_compute_is_named():
+    for decoder, seq_len, fault in (
+        (toy_decoder(), 100, "a multiple of 32"),
+        (families.decoder("qwen3_moe-two-of-eight"), 64, "not with experts, and the model has 8"),
+        (dataclasses.replace(toy_decoder(), attention_chunk=16), 64, "not with attention in chunks"),
+    ):
+        assert row_blocks.alignment(Precision(), decoder, seq_len) == 1
+        with pytest.raises(ValueError, match=fault):
+            row_blocks.alignment(PRECISION, decoder, seq_len)
 
 
 @pytest.mark.parametrize("stage", STAGES)

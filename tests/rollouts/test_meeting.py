@@ -283,7 +283,11 @@ def test_a_bitwise_run_refuses_other_machines_and_programs():
     for numerics in ("", "fast"):
         with pytest.raises(ProbeError, match=r"s:1: config\.numerics=bitwise: start it with --numerics=bitwise"):
             compare("s:1", pb.StatusReply(**known, numerics=numerics), expected)
-    others = {f"jax {jax.__version__}": "jax 0.1.2", "rows 64": "rows 8", "XLA_FLAGS": "XLA_FLAGS --an_option"}
+    processor = row_blocks.fingerprint().split(", XLA_FLAGS")[0].rsplit(" ", 1)[1]  # a digest of its instructions
+    others = {
+        f"jax {jax.__version__}": "jax 0.1.2", "rows 64": "rows 8", "XLA_FLAGS": "XLA_FLAGS --an_option",
+        processor: "0123abcd",
+    }  # fmt: skip
     for ours, theirs in others.items():
         other = row_blocks.fingerprint().replace(ours, theirs)
         with pytest.raises(

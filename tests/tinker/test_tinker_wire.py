@@ -1,16 +1,19 @@
 """What a client sends, as segments and objectives, against the formulas that the protocol states. 2 s of CPU."""
 
+import asyncio
 import itertools
 import json
+import types
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from scalerl_jax.config import Config
 from scalerl_jax.learner.packing import Segment
+from scalerl_jax.tinker import tinker_app, tinker_wire
 from scalerl_jax.tinker import tinker_pb2 as pb
-from scalerl_jax.tinker import tinker_wire
 from scalerl_jax.tinker.store import Store
 from scalerl_jax.tinker.tinker_wire import RefusedCall
 from scalerl_jax.tinker.training import Training
@@ -106,6 +109,17 @@ def expected(loss: str, low: float, high: float) -> float:
 )
 def test_a_loss_is_the_protocols_formula(loss: str, thresholds: Any, bounds: Any) -> None:
     assert loss_of(rl(loss, **thresholds)) == pytest.approx(expected(loss, *bounds), rel=1e-5)
+
+
+def test_the_ratio_of_a_sequence_is_over_its_mask() -> None:
+    """Of tokens without an advantage, too."""
+    mask, log_r = np.array([1.0, 1.0, 1.0, 0.0]), np.asarray(AFTER[0]) - np.asarray(BEFORE[0])
+    advantages = np.array([0.0, 1.5, -2.0, 0.0])
+    found = read(request("gspo", datum(TOKENS[0], logprobs=BEFORE[0], advantages=advantages, sequence_ratio_mask=mask)))
+    after = [np.asarray([0.0, *AFTER[0]], np.float32)]
+    s = np.exp(log_r[mask > 0].mean())
+    wanted = -np.sum(np.minimum(s * advantages, np.clip(s, 0.8, 1.2) * advantages))
+    assert tinker_wire.loss_of(found.segments, after, found.objective) == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize(("numbers", "beta"), [({}, 0.05), ({"beta": 0.5}, 0.5), ({"beta": 0.0}, 0.0)])
@@ -215,3 +229,29 @@ def test_an_error_of_ours_is_the_answer_to_its_call_alone(tmp_path, monkeypatch)
     training.close()
     assert first.failed and json.loads(first.answer)["category"] == "server" and b"RESOURCE_EXHAUSTED" in first.answer
     assert not second.failed and not ended
+
+
+def test_a_client_hears_which_run_it_waits_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(tinker_app, "POLL_SECONDS", 0.01)
+    store = Store(str(tmp_path))
+    future, _ = store.accept("second", 0, "create_model", b"{}")
+    training = types.SimpleNamespace(holder="first")
+    tinker = tinker_app.Tinker(
+        store, training, None, family="", capacity=lambda: 8, folder="", names=("model",), token=""
+    )
+
+    async def talk() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(tinker.app()), base_url="http://here") as http:
+
+            async def heard() -> dict[str, str]:
+                key = {"x-api-key": "tml-x"}
+                return (await http.post("/api/v1/retrieve_future", json={"request_id": future.id}, headers=key)).json()
+
+            waits = {"queue_state": "paused_capacity", "queue_state_reason": "first has the mesh"}
+            assert await heard() == {"type": "try_again", **waits}
+            training.holder = "second"
+            assert await heard() == {"type": "try_again", "queue_state": "active"}
+            store.refuse(future, "no", category="user")
+            assert await heard() == {"error": "no", "category": "user"}
+
+    asyncio.run(talk())
