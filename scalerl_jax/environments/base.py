@@ -92,6 +92,9 @@ class Completion(str):
     thinking: str  # also if the prompt opened the thinking; "" if there is none
     tokens: int  # number of sampled tokens, thinking included
     tool_calls: tuple[ToolCall, ...]  # in a turn of an episode
+    # In an episode with tools, what came before this turn and after the row's prompt: {"role": "assistant", "content",
+    # "tool_calls"} and {"role": "tool", "content"}.
+    messages: tuple[Mapping[str, Any], ...]
     # In an episode with tools: opened(toolset) returns the episode's open toolset, and opens it if no call did.
     opened: Callable[[Any], Any]
 
@@ -100,7 +103,7 @@ class Completion(str):
     ) -> "Completion":
         made = super().__new__(cls, answer)
         made.thinking, made.tokens, made.tool_calls = thinking, tokens, tool_calls
-        made.opened = _nothing_opened
+        made.messages, made.opened = (), _nothing_opened
         return made
 
 

@@ -117,6 +117,7 @@ class ToolEpisode:
         self._row, self._score, self._characters = row, score, characters
         self._owners = tools.owners
         self._open: dict[int, OpenTools] = {}  # by the toolset's id
+        self._messages: list[Mapping[str, Any]] = []  # of the turns so far
         self._calls = 0
         self._errors = collections.Counter[str]()  # by tool; "": invalid calls, and calls of unknown tools
 
@@ -124,8 +125,9 @@ class ToolEpisode:
         results = [*self._results(turn)]
         if results:
             messages = tuple({"role": "tool", "content": result} for result in results)
+            self._messages += [{"role": "assistant", "content": str(turn), "tool_calls": turn.tool_calls}, *messages]
             return Step(messages, metrics=self._metrics())
-        turn.opened = self._opened
+        turn.messages, turn.opened = tuple(self._messages), self._opened
         score = self._score(self._row, turn)
         metrics = {**score.metrics, **self._metrics()}
         return Step(done=True, reward=score.reward, correct=score.correct, metrics=metrics)

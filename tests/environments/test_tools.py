@@ -139,6 +139,23 @@ def test_a_turn_without_a_call_is_scored():
     assert step.metrics == {"length": 5, "tool_calls": 2, "tool_errors": 1, **names}
 
 
+def test_a_score_reads_the_turns_before_the_answer():
+    seen = []
+
+    def judge(row: Row, turn: Turn) -> Score:
+        seen.extend(turn.messages)
+        return Score(0.0, False)
+
+    playing = ToolEpisode(Row("q"), Tools([later]), score=judge, characters=20)
+    turn = with_calls(f"Twice. {call('later', text='ab')}")
+    playing.step(turn)
+    playing.step(with_calls("abab"))
+    asked, answered = seen
+    assert asked["role"] == "assistant" and asked["content"] == turn
+    assert [(one.name, one.arguments) for one in asked["tool_calls"]] == [("later", {"text": "ab"})]
+    assert answered == {"role": "tool", "content": "abab"} and Turn("an answer alone").messages == ()
+
+
 def test_a_toolset_is_opened_for_the_episode_that_calls_it():
     Notes.opened.clear()
     first, second = (ToolEpisode(Row("q"), Tools([later, Notes()]), score=score, characters=99) for _ in range(2))
