@@ -151,7 +151,8 @@ class Gateway:
 
         async def serve(request: Request) -> Response:
             body = await wire.body_of(request)
-            sampling = self._ask(request, body, parse(body))
+            asked = parse(body if self._options.sampling == "client" else wire.without_sampling(body))
+            sampling = self._ask(request, body, asked)
             return await _answered(request, sampling, answer, events if body.get("stream") is True else None)
 
         return serve

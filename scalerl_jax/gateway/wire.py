@@ -171,6 +171,12 @@ def number(body: Mapping[str, Any], name: str, default: Any, low: float, high: f
     return value
 
 
+_DRAWING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "logit_bias",
+)  # fmt: skip
+
+
 def sampling_fields(body: Mapping[str, Any], *, stop: str = "stop") -> dict[str, Any]:
     """The sampling fields of SampleRequest. stop: the field with the stop strings. Raises ApiError."""
     stops = field(body, stop, (str, list), [])
@@ -201,6 +207,13 @@ def tool(given: Mapping[str, Any], schema: str) -> dict[str, Any]:
         "parameters": field(given, schema, dict, {"type": "object", "properties": {}}),
     }
     return {"type": "function", "function": function}
+
+
+def without_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A body without the fields that say how tokens are drawn."""
+    kept = {name: value for name, value in body.items() if name not in _DRAWING}
+    inner = kept.get("sampling_params")
+    return {**kept, "sampling_params": without_sampling(inner)} if isinstance(inner, dict) else kept
 
 
 def refuse(body: Mapping[str, Any], **neutral: Any) -> None:

@@ -20,7 +20,8 @@ class Agent:
 
     async def run(self, row, client):
         def ask(**body):
-            body = {"model": "policy", "return_token_ids": True, "temperature": 0.1, **body}
+            body = {"model": "policy", "return_token_ids": True, "temperature": 0.1, "min_p": 0.5, "top_p": 0, **body}
+            body |= {"frequency_penalty": 0.5, "logit_bias": {"5": 9}, "sampling_params": {"repetition_penalty": 2}}
             headers = {"authorization": f"Bearer {client.api_key}", "content-type": "application/json"}
             asked = urllib.request.Request(f"{client.base_url}/completions", json.dumps(body).encode(), headers)
             with urllib.request.urlopen(asked) as reply:
