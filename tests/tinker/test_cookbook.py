@@ -33,6 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         "scalerl_jax.sft", "--config=configs/quickstart.py", f"--workdir={folder}",
         f"--config.sft.traces={folder / 'traces.jsonl'}", "--config.sft.vocab_size=1024", "--config.sft.seq_len=512",
         "--config.sft.rows_per_step=8", "--config.sft.max_steps=1200",
+        seconds=3000,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder / "model"
