@@ -198,11 +198,7 @@ Terms = tuple[jax.Array, jax.Array]  # of each token: what is maximized, and whe
 
 def cispo(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
     """The truncated ratio weighs the gradient of the log-prob."""
-    weighed, clipped = _weighed(tokens, objective.max_ratio)
-    if not _on(objective.min_ratio):
-        return weighed, clipped
-    low = tokens.ratio < objective.min_ratio
-    return jnp.where(low, objective.min_ratio * tokens.advantages * tokens.logp_train, weighed), clipped | low
+    return _weighed(tokens, objective.max_ratio, floor=objective.min_ratio)
 
 
 def clip(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
@@ -245,9 +241,11 @@ LOSSES: dict[str, Callable[[Tokens, ObjectiveConfig], Terms]] = {
 _TERMS = {**LOSSES, "cross_entropy": cross_entropy}  # cross_entropy is not for RL
 
 
-def _weighed(tokens: Tokens, cap: float) -> Terms:
-    truncated = jnp.minimum(tokens.ratio, cap)
-    return truncated * tokens.advantages * tokens.logp_train, tokens.ratio > cap
+def _weighed(tokens: Tokens, cap: float, floor: float = 0.0) -> Terms:
+    truncated, clipped = jnp.minimum(tokens.ratio, cap), tokens.ratio > cap
+    if _on(floor):
+        truncated, clipped = jnp.maximum(truncated, floor), clipped | (tokens.ratio < floor)
+    return truncated * tokens.advantages * tokens.logp_train, clipped
 
 
 def _clipped(ratio: jax.Array, tokens: Tokens, objective: ObjectiveConfig) -> Terms:

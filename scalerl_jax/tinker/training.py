@@ -146,7 +146,7 @@ class Training:
             raise
         except Exception as error:  # noqa: BLE001  it ends neither other clients' calls nor each start after this one
             _log.exception("%s call %d, %s", future.owner, future.seq, future.kind)
-            self._abandon()
+            self._free()
             self._store.refuse(future, f"{future.kind}: the server failed: {error!r}", category="server")
         else:
             self._store.answer(future, answer if proto else json.dumps(answer).encode(), proto=proto)
@@ -236,16 +236,14 @@ class Training:
 
     def _leave(self) -> None:
         """Saves the run that has the mesh if possible, and frees the mesh."""
-        run, self._run, self.holder = self._run, None, ""
-        if run is not None:
+        if (run := self._run) is not None:
             done = self._store.done(run.id)
             if run.pending is None and done > run.saved:
                 self._save(run, done, at_once=True)
-            run.checkpoints.close()
-            run.trainer.state = {}
+        self._free()
 
-    def _abandon(self) -> None:
-        """Frees the mesh of a run whose state is lost, and is restored from the checkpoint when it has a call."""
+    def _free(self) -> None:
+        """Frees the mesh. The run that has it is restored from its checkpoint when it has another call."""
         run, self._run, self.holder = self._run, None, ""
         if run is not None:
             run.checkpoints.close()
@@ -287,7 +285,7 @@ class Training:
         try:
             sums = run.trainer.optim_step(pending, optimizer=optimizer, learning_rate=given["learning_rate"])
         except FloatingPointError:
-            self._abandon()
+            self._free()
             raise
         return {"grad_norm:mean": sums["gradient_norm"], "micro_batches:sum": float(sums["micro_batches"])}
 
