@@ -25,6 +25,7 @@ class Segment:
     # [t - 1, layers, experts per token]: the experts that each input token is routed to; None: the router decides
     experts: np.ndarray | None = None
     teacher: TeacherScores | None = None  # scores of these tokens; None: the segment has no divergence
+    thresholds: np.ndarray | None = None  # [t, 2] float32, in place of the objective's (losses.THRESHOLDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,7 @@ class MicroBatch:
     experts: np.ndarray | None = None
     teacher_ids: np.ndarray | None = None  # [rows, length, k] int32, -1: none; field None: no teacher
     teacher_logprobs: np.ndarray | None = None  # [rows, length, k] float32, of these ids
+    thresholds: np.ndarray | None = None  # [rows, length, 2] float32; None: the objective's
 
     def arrays(self) -> dict[str, np.ndarray]:
         every = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -85,7 +87,9 @@ def pack(
 
     most: segments of a row; None: any number. align: segments start at multiples of it, which divides `length`.
     routed: (layers, experts per token) if the micro-batches contain the segments' experts; None: they do not.
-    teacher_k: ids of the segments' teachers at each position of the micro-batches; 0: none.
+    teacher_k: ids of the segments' teachers at each position of the micro-batches; 0: as many as the segments have,
+    rounded up to a power of two, and no array where they have none.
+    Thresholds are in the micro-batches if the first segment has them; then all must.
     beside: segments that fill the space the others leave, and then rows after theirs: the others lie where they would
     without them.
     Returns: (micro-batches, the place of each segment in the order given, those of `beside` after the others).
@@ -103,12 +107,16 @@ def pack(
 
     batches = max(1, -(-row_count // rows))
     shape = (batches * rows, length)
+    if not teacher_k and (ids := [ids.shape[1] for one in segments if (ids := _ids_of(one)) is not None]):
+        teacher_k = 1 << (max(ids) - 1).bit_length()
+    bounded = bool(segments) and isinstance(segments[0], Segment) and segments[0].thresholds is not None
     whole = MicroBatch(
         **{name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids", "targets")},
         **{name: np.zeros(shape, np.float32) for name in ("weights", "advantages", "generator_logprobs")},
         experts=None if routed is None else np.full((*shape, *routed), OWN, np.int16),
         teacher_ids=np.full((*shape, teacher_k), -1, np.int32) if teacher_k else None,
         teacher_logprobs=np.zeros((*shape, teacher_k), np.float32) if teacher_k else None,
+        thresholds=np.zeros((*shape, 2), np.float32) if bounded else None,
     )
     used = [0] * row_count
     places = []
@@ -130,9 +138,15 @@ def pack(
             whole.experts[at] = segment.experts
         if whole.teacher_ids is not None and whole.teacher_logprobs is not None and segment.teacher is not None:
             _copy_teacher(i, segment.teacher, whole.teacher_ids[at], whole.teacher_logprobs[at])
+        if whole.thresholds is not None and segment.thresholds is not None:
+            whole.thresholds[at] = segment.thresholds[1:]
     arrays = whole.arrays()
     cut = [MicroBatch(**{k: v[b * rows : (b + 1) * rows] for k, v in arrays.items()}) for b in range(batches)]
     return cut, places
+
+
+def _ids_of(segment: Segment | Elsewhere) -> np.ndarray | None:
+    return None if isinstance(segment, Elsewhere) or segment.teacher is None else segment.teacher.ids
 
 
 def _copy_teacher(i: int, teacher: TeacherScores, ids: np.ndarray, logprobs: np.ndarray) -> None:
@@ -178,12 +192,12 @@ def plain(tokens: np.ndarray, experts: np.ndarray | None = None) -> Segment:
 
 
 def unpack(scored: Sequence[np.ndarray], places: Sequence[Place]) -> list[np.ndarray]:
-    """From micro-batches [rows, length], each segment's part [t], with 0 for the first token, which is not
+    """From micro-batches [rows, length, ...], each segment's part [t, ...], with 0 for the first token, which is not
     predicted."""
     out = []
     for place in places:
         row = scored[place.batch][place.row, place.start : place.start + place.positions]
-        out.append(np.concatenate([np.zeros(1, np.float32), row]))
+        out.append(np.concatenate([np.zeros((1, *row.shape[1:]), np.float32), row]))
     return out
 
 

@@ -48,7 +48,16 @@ from scalerl_jax.model.head import token_logprobs
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.lora import BASE, Lora, check_base, in_dtype, starts_frozen
 from scalerl_jax.model.sharding import ROWS, row_shards
-from scalerl_jax.objective.losses import DIVERGENCES, Compared, Form, form_of, numbers_of, policy_loss
+from scalerl_jax.objective.losses import (
+    OVER_IDS,
+    SOFT_TARGETS,
+    THRESHOLDS,
+    Compared,
+    Form,
+    form_of,
+    numbers_of,
+    policy_loss,
+)
 
 REFERENCE = "reference_logprobs"  # of a micro-batch, in addition to its arrays
 IN_FLIGHT = 2  # micro-batches in computation or queued: the device never waits for the next one
@@ -88,6 +97,7 @@ class Pending:
         """The policy's log p of each token given those before it, at temperature 1: [t] float32 each, the first 0.
 
         Of the last call's segments in the order given, those of `beside` after the others. Waits for the device.
+        With soft targets [t, 1 + k]: then of each target.
         """
         return unpack([np.asarray(scored) for scored in self._scored], self._places)
 
@@ -193,11 +203,8 @@ class Trainer:
             after = {"params": params, "opt_state": opt_state, "compensation": lost, "step": state["step"] + 1}
             return after, optax.tree.norm(grads)
 
-        self._batch_shape = {
-            name: jax.ShapeDtypeStruct((rows, seq_len, *value.shape[2:]), value.dtype, sharding=batches)
-            for name, value in self.pack([plain(np.zeros(2))])[0][0].arrays().items()
-        }
-        self._programs: dict[Form, _CompiledProgram] = {}
+        self._batch_shape = self._shape_of(self.pack([plain(np.zeros(2))])[0][0])
+        self._programs: dict[tuple[Form, tuple[Any, ...]], _CompiledProgram] = {}
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(self.shardings, whole))
         self._score = jax.jit(score, out_shardings=self._read)
         self._score_reference = jax.jit(lambda *given: self._scored(*given)[0], out_shardings=batches)
@@ -220,13 +227,25 @@ class Trainer:
         )  # fmt: skip
         return self._logprobs_of(params, hidden=hidden, targets=batch["targets"], **wanted), counts
 
-    def _program(self, form: Form) -> _CompiledProgram:
-        """Made once for each form, compiled at its first use, or by `compile`."""
-        if form in self._programs:
-            return self._programs[form]
-        with_reference, compares = "reference_kl" in form.on, dict(form.fields)["distill"] in DIVERGENCES
+    def _shape_of(self, batch: MicroBatch) -> dict[str, jax.ShapeDtypeStruct]:
+        return {
+            name: jax.ShapeDtypeStruct(
+                (self.rows, self.seq_len, *value.shape[2:]), value.dtype, sharding=self._batch_sharding
+            )
+            for name, value in batch.arrays().items()
+        }
+
+    def _program(self, form: Form, batch: dict[str, jax.ShapeDtypeStruct] | None = None) -> _CompiledProgram:
+        """Made once for each form and shape of `batch`, compiled at its first use, or by `compile`."""
+        batch = dict(self._batch_shape if batch is None else batch)
+        key = form, tuple((name, struct.shape) for name, struct in batch.items())
+        if key in self._programs:
+            return self._programs[key]
+        fields = dict(form.fields)
+        with_reference, distill = "reference_kl" in form.on, fields["distill"]
+        compares = distill in OVER_IDS
         assert self.layout.reference or not with_reference, "the layout keeps no reference policy"
-        assert self.layout.teacher_k or not compares, "the layout has no space for a teacher's ids"
+        assert "teacher_ids" in batch or not compares, "the batch has no ids of a teacher"
 
         def loss_of(params: Params, frozen: Params, batch: dict[str, jax.Array], numbers: Any) -> tuple[Any, Any]:
             ids = batch["teacher_ids"] if compares else None
@@ -238,12 +257,18 @@ class Trainer:
                 ids=ids,
             )
             compared = Compared(ids, *others, batch["teacher_logprobs"]) if ids is not None else None
+            if "thresholds" in batch:
+                numbers = numbers | {
+                    name: batch["thresholds"][..., i] for i, name in enumerate(THRESHOLDS[fields["loss"]])
+                }
             total, sums = policy_loss(
                 logp, batch["generator_logprobs"], batch["advantages"], batch["weights"], batch["segment_ids"],
                 form.objective(numbers), reference=batch.get(REFERENCE), entropy=entropy, compared=compared,
             )  # fmt: skip
             sums["entropy"] = jax.lax.stop_gradient(jnp.sum(jnp.where(batch["weights"] > 0, entropy, 0.0)))
             sums["loss"] = jax.lax.stop_gradient(total)
+            if distill == SOFT_TARGETS:
+                logp = jnp.concatenate([logp[..., None], *others], axis=-1)
             return total, ({**sums, **counts}, jax.lax.stop_gradient(logp))
 
         def accumulate(params: Params, frozen: Params, carry: Any, batch: dict[str, jax.Array], numbers: Any) -> Any:
@@ -252,7 +277,6 @@ class Trainer:
             grads = jax.tree.map(jnp.add, grads, new)
             return (grads, {name: _merged(name, sums[name], parts[name]) for name in sums}), logp
 
-        batch = dict(self._batch_shape)
         if with_reference:
             batch[REFERENCE] = jax.ShapeDtypeStruct(
                 (self.rows, self.seq_len), jnp.float32, sharding=self._batch_sharding
@@ -263,8 +287,8 @@ class Trainer:
         )  # fmt: skip
         carried = (self.shardings["params"], dict.fromkeys(sums, self._whole))
         run = jax.jit(accumulate, donate_argnums=2, out_shardings=(carried, self._read))
-        self._programs[form] = _CompiledProgram(run, {name: sum_.shape for name, sum_ in sums.items()}, batch)
-        return self._programs[form]
+        self._programs[key] = _CompiledProgram(run, {name: sum_.shape for name, sum_ in sums.items()}, batch)
+        return self._programs[key]
 
     def _numbers(self, values: Mapping[str, float]) -> dict[str, jax.Array]:
         """The numbers on the device, as arguments of a program."""
@@ -413,7 +437,7 @@ class Trainer:
         grads: overwritten, with the gradient added to it.
         """
         objective = objective or self._objective
-        program = self._program(form_of(objective))
+        program = self._program(form_of(objective), self._shape_of(batches[0]))
         grads = self._zeros(self.state["params"]) if grads is None else grads
         numbers = self._numbers(numbers_of(objective))
         sums: Any = jax.device_put({k: np.zeros(shape, np.float32) for k, shape in program.sums.items()}, self._whole)

@@ -32,7 +32,9 @@ and equal to it if the ids are the whole vocabulary. Its gradient is of log p_S,
 
     dD / dlog p_S,i = - p_T,i + p_S,i q_T / q_S     and    p_S,i (log p_S,i - log p_T,i - log q_S + log q_T)
 
-The third form of distillation, `sampled`, is an advantage, computed with the others (learner/batch.py).
+The third form of distillation, `sampled`, is an advantage, computed with the others (learner/batch.py). `soft_targets`,
+not for RL, has the teacher's weights of the ids in place of log-probs: D = - sum_i weight_i log p_S,i, its ids need not
+differ.
 
 Adding one: a function of (Tokens, ObjectiveConfig) and its row in LOSSES; the config's `objective.loss` names it.
 A compiled program fits every objective of one form: which loss, and which of its numbers are on (not 0). The numbers
@@ -318,7 +320,22 @@ def student_topk(compared: Compared) -> _Divergence:
     return compared.differentiated(value, student * (ratios - away[..., None])), jnp.where(tail > _EMPTY, tail, 0.0)
 
 
+def soft_targets(compared: Compared) -> _Divergence:
+    """The cross-entropy of several targets, whose weights are where a teacher's log-probs otherwise are."""
+    slope = jnp.where(compared.ids >= 0, -compared.teacher, 0.0)
+    value = jnp.sum(slope * jax.lax.stop_gradient(compared.student), axis=-1)
+    return compared.differentiated(value, slope), jnp.zeros_like(value)
+
+
+SOFT_TARGETS = "soft_targets"
 DIVERGENCES: dict[str, Callable[[Compared], _Divergence]] = {"topk_forward": topk_forward, "student_topk": student_topk}
+OVER_IDS = {**DIVERGENCES, SOFT_TARGETS: soft_targets}  # all that need a teacher's ids
+# The bounds of the ratio, which a batch may have for each token in place of the objective's (learner/packing.py).
+THRESHOLDS = {
+    "cispo": ("min_ratio", "max_ratio"),
+    "clip": ("clip_low", "clip_high"),
+    "gspo": ("clip_low", "clip_high"),
+}
 
 
 def policy_loss(
@@ -388,9 +405,9 @@ def policy_loss(
     if _on(objective.entropy_bonus):
         assert entropy is not None
         loss -= objective.entropy_bonus * jnp.sum(jnp.where(loss_token, weights * entropy, 0.0))
-    if objective.distill in DIVERGENCES:
+    if objective.distill in OVER_IDS:
         assert compared is not None
-        divergence, tail = DIVERGENCES[objective.distill](compared)
+        divergence, tail = OVER_IDS[objective.distill](compared)
         loss += objective.distill_weight * jnp.sum(jnp.where(loss_token, weights * divergence, 0.0))
         known = loss_token & jnp.any(compared.ids >= 0, axis=-1)
         sums["compared"] = jnp.sum(known.astype(jnp.float32))

@@ -8,14 +8,18 @@
     dro                   - sum (A logp - beta / 2 (log r)^2)                dro
 
 r = exp(logp - logprobs), the sums over all tokens of all data; a token with advantage 0 does not count. A datum of n
-input tokens is one segment of n + 1: targets are the inputs shifted by one, and the last target.
+input tokens is one segment of n + 1: targets are the inputs shifted by one, and the last target. Other targets, and
+several for a token ([n, k], with as many weights), are for cross_entropy alone: they are the segment's soft targets.
 
-Numbers are those of loss_fn_config: `clip_low_threshold` and `clip_high_threshold`, bounds of r itself; `beta`.
+Numbers are those of loss_fn_config: `clip_low_threshold` and `clip_high_threshold`, bounds of r itself; `beta`. A datum
+may have thresholds for each token in place of them.
 
 Unsupported requests raise RefusedCall, whose text the client shows.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,9 +29,9 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from scalerl_jax.config import ObjectiveConfig
-from scalerl_jax.contract.codec import Completion, Scores
+from scalerl_jax.contract.codec import Completion, Scores, TeacherScores
 from scalerl_jax.learner.packing import Segment
-from scalerl_jax.objective.losses import policy_loss
+from scalerl_jax.objective.losses import SOFT_TARGETS, THRESHOLDS, policy_loss
 from scalerl_jax.tinker import tinker_pb2 as pb
 
 _DTYPES: dict[int, Any] = {
@@ -48,6 +52,7 @@ _NUMBERS = {  # of each loss, with their defaults
 _NO_BOUND = 1e9  # beyond any ratio that the losses let through
 _NOT_OFFERED = ("stable_reinforce", "custom")
 _EMPTY = -99999.0  # the log-prob where there is no token
+_MOST_TARGETS = 1024  # of a token
 
 
 class RefusedCall(ValueError):
@@ -61,6 +66,11 @@ class Pass:
     segments: list[Segment]
     objective: ObjectiveConfig
     forward_only: bool
+    targets: list[int | None]  # of each token of each segment; None: one, without an axis
+
+    @property
+    def soft(self) -> bool:
+        return self.objective.distill == SOFT_TARGETS
 
 
 def parse(body: bytes) -> pb.ForwardBackwardRequest:
@@ -73,25 +83,33 @@ def parse(body: bytes) -> pb.ForwardBackwardRequest:
 
 def pass_of(request: pb.ForwardBackwardRequest, *, vocabulary: int, longest: int) -> Pass:
     """longest: tokens of a segment. Raises RefusedCall, naming the datum at fault."""
-    objective = objective_of(request)
+    numbers = _numbers_of(request)
+    objective = objective_of(request.loss_fn, numbers)
     if not request.data:
         raise RefusedCall("data: there is none")
-    segments = [
-        _segment(
-            f"data[{i}]",
-            datum,
-            request.loss_fn,
-            forward_only=request.forward_only,
-            vocabulary=vocabulary,
-            longest=longest,
+    read = functools.partial(
+        _segment, loss=request.loss_fn, numbers=numbers, forward_only=request.forward_only, vocabulary=vocabulary,
+        longest=longest,
+    )  # fmt: skip
+    segments, targets = zip(*(read(f"data[{i}]", datum) for i, datum in enumerate(request.data)), strict=True)
+    if any(segment.teacher is not None for segment in segments):
+        objective = dataclasses.replace(objective, distill=SOFT_TARGETS)  # type: ignore[arg-type]  # not for RL
+        segments = tuple(map(_softened, segments))
+    if any(segment.thresholds is not None for segment in segments):
+        # What matters of the objective's own numbers is that they are on.
+        objective = dataclasses.replace(objective, **dict.fromkeys(THRESHOLDS[objective.loss], 1.0))  # type: ignore
+        bounds = np.asarray(_bounds("loss_fn_config", request.loss_fn, numbers[_LOW], numbers[_HIGH]), np.float32)
+        segments = tuple(
+            dataclasses.replace(one, thresholds=np.tile(bounds, (len(one.tokens), 1)))
+            if one.thresholds is None
+            else one
+            for one in segments
         )
-        for i, datum in enumerate(request.data)
-    ]
-    return Pass(segments, objective, request.forward_only)
+    return Pass(list(segments), objective, request.forward_only, list(targets))
 
 
-def objective_of(request: pb.ForwardBackwardRequest) -> ObjectiveConfig:
-    """Raises RefusedCall."""
+def _numbers_of(request: pb.ForwardBackwardRequest) -> dict[str, float]:
+    """Those of the loss. Raises RefusedCall."""
     name, numbers = request.loss_fn, dict(request.loss_fn_config)
     if name not in _NUMBERS:
         why = "is not offered" if name in _NOT_OFFERED else "is not known"
@@ -107,25 +125,56 @@ def objective_of(request: pb.ForwardBackwardRequest) -> ObjectiveConfig:
             raise RefusedCall(f"loss_fn_config: {name} has no {key}{has}")
         if not 0 <= value <= _NO_BOUND:
             raise RefusedCall(f"loss_fn_config: {key} is {value:g}, and must be from 0 to {_NO_BOUND:g}")
+    return known | numbers
+
+
+def objective_of(name: str, numbers: Mapping[str, float]) -> ObjectiveConfig:
+    """Raises RefusedCall."""
     if name == "cross_entropy":
         return ObjectiveConfig(loss="reinforce")
     if name == "importance_sampling":
         return ObjectiveConfig(loss="clip", clip_low=1.0, clip_high=_NO_BOUND)
-    numbers = known | numbers
     if name == "dro":
         return ObjectiveConfig(loss="dro", dro_beta=numbers[_BETA])
-    low, high = numbers[_LOW], numbers[_HIGH]
+    low, high = _bounds("loss_fn_config", name, numbers[_LOW], numbers[_HIGH])
     if name == "cispo":
-        if not (high > 0 and low <= high):
-            raise RefusedCall(f"loss_fn_config: {_HIGH} must be above 0 and {_LOW}, and is {high:g}")
         return ObjectiveConfig(loss="cispo", min_ratio=low, max_ratio=high)
-    if not low <= 1 <= high:
-        raise RefusedCall(f"loss_fn_config: the thresholds must be around 1, and are {low:g} and {high:g}")
-    return ObjectiveConfig(loss="gspo" if name == "gspo" else "clip", clip_low=1 - low, clip_high=high - 1)
+    return ObjectiveConfig(loss="gspo" if name == "gspo" else "clip", clip_low=low, clip_high=high)
 
 
-def _segment(where: str, datum: pb.Datum, loss: str, *, forward_only: bool, vocabulary: int, longest: int) -> Segment:
-    """forward_only: only log-probs are computed, so every target counts."""
+def _bounds(where: str, loss: str, low: Any, high: Any) -> tuple[Any, Any]:
+    """The thresholds, numbers or arrays, as the objective's (losses.THRESHOLDS). Raises RefusedCall."""
+    for one, other in np.broadcast(low, high):
+        if loss == "cispo" and not (0 <= one <= other and other > 0):
+            raise RefusedCall(f"{where}: {_HIGH} must be above 0 and {_LOW}, and is {other:g} ({_LOW}: {one:g})")
+        if loss != "cispo" and not 0 <= one <= 1 <= other:
+            raise RefusedCall(f"{where}: the thresholds must be around 1, and are {one:g} and {other:g}")
+    return (low, high) if loss == "cispo" else (1 - low, high - 1)
+
+
+def _softened(segment: Segment) -> Segment:
+    """A segment of cross_entropy with its loss as that of soft targets."""
+    teacher = segment.teacher or _soft(segment.tokens[1:, None], segment.advantages[1:, None])
+    assert teacher.top_logprobs is not None
+    counted = np.any(teacher.top_logprobs != 0, axis=1).astype(np.float32)
+    return dataclasses.replace(segment, teacher=teacher, weights=counted, advantages=np.zeros_like(counted))
+
+
+def _soft(targets: np.ndarray, weights: np.ndarray) -> TeacherScores:
+    """[n, k] each, of the tokens after the first."""
+    first = ((1, 0), (0, 0))
+    ids, weights = np.pad(targets.astype(np.int32), first), np.pad(weights.astype(np.float32), first)
+    return TeacherScores(np.zeros(len(ids), np.float32), ids, weights)
+
+
+def _segment(
+    where: str, datum: pb.Datum, *, loss: str, numbers: Mapping[str, float], forward_only: bool, vocabulary: int,
+    longest: int,
+) -> tuple[Segment, int | None]:  # fmt: skip
+    """The segment, and how many targets each of its tokens has; None: one, without an axis.
+
+    forward_only: only log-probs are computed, so every target counts.
+    """
     tokens = []
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("kind")
@@ -139,33 +188,50 @@ def _segment(where: str, datum: pb.Datum, loss: str, *, forward_only: bool, voca
         raise RefusedCall(f"{where}: {len(inputs)} tokens, and at most {longest - 1} are offered (--maximum_tokens)")
     given = dict(datum.loss_fn_inputs)
 
-    def tensor(name: str) -> np.ndarray:
+    def tensor(name: str, *, columns: bool = False) -> np.ndarray:
         if name not in given:
             raise RefusedCall(f"{where}.loss_fn_inputs: {loss} needs {name}")
-        return _tensor(f"{where}.loss_fn_inputs.{name}", given.pop(name), len(inputs))
+        return _tensor(f"{where}.loss_fn_inputs.{name}", given.pop(name), len(inputs), columns=columns)
 
-    targets = tensor("target_tokens").astype(np.int64)
-    whole = np.concatenate([inputs, targets[-1:]])
-    if whole.min() < 0 or whole.max() >= vocabulary:
-        raise RefusedCall(f"{where}: token ids are from 0 to {vocabulary - 1}")
-    if loss == "cross_entropy":
-        advantages, logprobs = tensor("weights"), np.zeros(len(inputs), np.float32)
+    supervised = loss == "cross_entropy"
+    targets = tensor("target_tokens", columns=supervised).astype(np.int64)
+    count = targets.shape[1] if targets.ndim == 2 else None
+    whole = np.concatenate([inputs, targets[-1:] if count is None else targets[-1:, 0]])
+    if supervised:
+        advantages, logprobs = tensor("weights", columns=True), np.zeros(len(inputs), np.float32)
     else:
         advantages, logprobs = tensor("advantages"), tensor("logprobs")
-    follows = targets[:-1] == inputs[1:]  # a token without loss may have any target: several recipes have 0 there
-    if not np.all(follows if forward_only else follows | (advantages[:-1] == 0)):
-        raise RefusedCall(f"{where}.target_tokens: only the tokens that follow the inputs are offered as targets")
+    if advantages.shape != targets.shape:
+        raise RefusedCall(f"{where}.loss_fn_inputs: weights have the shape of target_tokens, {list(targets.shape)}")
+    follows = count is None and targets[:-1] == inputs[1:]  # one without loss may be any: several recipes have 0 there
+    soft = not np.all(follows if forward_only or count else follows | (advantages[:-1] == 0))
+    if soft and not supervised:
+        raise RefusedCall(f"{where}.target_tokens: {loss} has no targets but the tokens that follow the inputs")
+    for ids in (whole, targets) if soft else (whole,):
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            raise RefusedCall(f"{where}: token ids are from 0 to {vocabulary - 1}")
+    teacher = None
+    if soft:
+        teacher = _soft(targets, advantages) if count else _soft(targets[:, None], advantages[:, None])
+        advantages = np.zeros(len(inputs), np.float32)  # the loss is the teacher's alone
     weights = (advantages != 0).astype(np.float32)
     if loss == "gspo" and "sequence_ratio_mask" in given:
         mask = tensor("sequence_ratio_mask")
         if np.any(advantages[mask == 0] != 0):
             raise RefusedCall(f"{where}.sequence_ratio_mask: it leaves out tokens that have an advantage")
         weights = (mask != 0).astype(np.float32)
+    thresholds = None
+    if _LOW in numbers and not given.keys().isdisjoint((_LOW, _HIGH)):
+        low, high = (tensor(name) if name in given else numbers[name] for name in (_LOW, _HIGH))
+        low, high = (np.where(weights > 0, bound, 1.0) for bound in (low, high))  # others have no effect
+        thresholds = np.stack(_bounds(f"{where}.loss_fn_inputs", loss, low, high), axis=1)
+        thresholds = np.pad(thresholds, ((1, 0), (0, 0))).astype(np.float32)
     given.pop("mask", None)  # several clients send it with the advantages, which it is already multiplied into
     if given:
         raise RefusedCall(f"{where}.loss_fn_inputs: {loss} does not take {', '.join(sorted(given))}")
     parts = [np.concatenate([[0], part]).astype(np.float32) for part in (weights, advantages, logprobs)]
-    return Segment(whole.astype(np.int32), parts[0], parts[1], parts[2])
+    segment = Segment(whole.astype(np.int32), parts[0], parts[1], parts[2], teacher=teacher, thresholds=thresholds)
+    return segment, count
 
 
 def _array(where: str, data: bytes, dtype: Any) -> np.ndarray:
@@ -174,23 +240,52 @@ def _array(where: str, data: bytes, dtype: Any) -> np.ndarray:
     return np.frombuffer(data, dtype)
 
 
-def _tensor(where: str, tensor: pb.Tensor, length: int) -> np.ndarray:
-    """[length], finite."""
-    if tensor.WhichOneof("data") == "sparse_csr":
-        raise RefusedCall(f"{where}: sparse tensors, as of several targets for a token, are not offered")
+def _tensor(where: str, tensor: pb.Tensor, length: int, *, columns: bool) -> np.ndarray:
+    """[length], finite. columns: [length, k] as well."""
     if tensor.dtype not in _DTYPES:
         raise RefusedCall(f"{where}: its dtype is not known")
-    values = _array(where, tensor.dense, _DTYPES[tensor.dtype])
-    if values.shape != (length,) or list(tensor.shape) not in ([], [length]):
-        shape = list(tensor.shape) or [len(values)]
-        raise RefusedCall(f"{where}: its shape is {shape}, and must be [{length}], a number for each token")
+    dtype, shape = _DTYPES[tensor.dtype], list(tensor.shape)
+    sparse = tensor.sparse_csr if tensor.WhichOneof("data") == "sparse_csr" else None
+    values = _array(where, tensor.dense if sparse is None else sparse.values, dtype)
+    shape = shape or [len(values)]
+    several = columns and len(shape) == 2
+    if shape[0] != length or len(shape) > 1 + several or (sparse is not None and not several):
+        wanted = f"[{length}]" + (f" or [{length}, k]" if columns else "") + ", a number for each token"
+        raise RefusedCall(f"{where}: its shape is {shape}, and must be {wanted}")
+    if several and not 1 <= shape[1] <= _MOST_TARGETS:
+        raise RefusedCall(f"{where}: {shape[1]} for each token, and 1 to {_MOST_TARGETS} are offered")
+    if sparse is not None:
+        values = _dense(where, sparse, values, shape)
+    elif values.size != np.prod(shape):
+        raise RefusedCall(f"{where}: {values.size} numbers do not have the shape {shape}")
+    values = values.reshape(shape)
     if not np.all(np.isfinite(values.astype(np.float64))):
         raise RefusedCall(f"{where}: some are not finite")
     return values
 
 
-def loss_of(segments: Sequence[Segment], logprobs: Sequence[np.ndarray], objective: ObjectiveConfig) -> float:
-    """The loss of segments whose log-probs are known. It is computed in one row, padded to a power of two."""
+def _dense(where: str, sparse: pb.SparseCsr, values: np.ndarray, shape: list[int]) -> np.ndarray:
+    """Zero wherever the compressed rows have nothing."""
+    starts, columns = (_array(where, data, np.int64) for data in (sparse.crow_indices, sparse.col_indices))
+    counts = np.diff(starts)
+    if len(counts) != shape[0] or starts[0] != 0 or starts[-1] != len(values) or np.any(counts < 0):
+        raise RefusedCall(f"{where}: crow_indices must rise from 0 to {len(values)} in {shape[0]} steps")
+    if len(columns) != len(values) or not np.all((columns >= 0) & (columns < shape[1])):
+        raise RefusedCall(f"{where}: col_indices must be {len(values)} from 0 to {shape[1] - 1}")
+    dense = np.zeros(shape, values.dtype)
+    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return dense
+
+
+def loss_of(asked: Pass, logprobs: Sequence[np.ndarray]) -> float:
+    """The loss of a pass whose log-probs are known. It is computed in one row, padded to a power of two."""
+    segments, objective = asked.segments, asked.objective
+    if asked.soft:
+        return -sum(
+            float(np.sum(weights * found[:, 1 : 1 + weights.shape[1]]))
+            for segment, found in zip(segments, logprobs, strict=True)
+            if segment.teacher is not None and (weights := segment.teacher.top_logprobs) is not None
+        )
     lengths = [len(segment.tokens) for segment in segments]
     size = 1 << (sum(lengths) - 1).bit_length()
 
@@ -198,6 +293,10 @@ def loss_of(segments: Sequence[Segment], logprobs: Sequence[np.ndarray], objecti
         values = np.concatenate(parts).astype(dtype)
         return jnp.asarray(np.pad(values, (0, size - len(values)))[None])
 
+    if segments[0].thresholds is not None:
+        columns = zip(*(segment.thresholds.T for segment in segments if segment.thresholds is not None), strict=True)
+        bounds = dict(zip(THRESHOLDS[objective.loss], map(row, columns), strict=True))
+        objective = dataclasses.replace(objective, **bounds)
     loss, _ = policy_loss(
         row(logprobs),
         row([segment.generator_logprobs for segment in segments]),
@@ -209,14 +308,20 @@ def loss_of(segments: Sequence[Segment], logprobs: Sequence[np.ndarray], objecti
     return float(loss)
 
 
-def output_of(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """The answer to a pass. logprobs: of each segment [t], the first without meaning. metrics: `name:reduction`."""
-    found = [np.asarray(one[1:], "<f4") for one in logprobs]
-    offsets = np.concatenate([[0], np.cumsum([one.nbytes for one in found])]).astype("<i8")
-    tensor = pb.BatchedTensor(data=b"".join(one.tobytes() for one in found), offsets=offsets.tobytes())
-    tensor.dtype = pb.DTYPE_FLOAT32
-    record = pb.ArrayRecord(type_tag="ArrayRecord", fields={"logprobs": tensor}, num_datums=len(found))
-    output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics=metrics)
+def output_of(asked: Pass, logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
+    """The answer to a pass. logprobs: of each segment, as Pending.logprobs. metrics: `name:reduction`."""
+    output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
+    of_each = zip(asked.targets, logprobs, strict=True)
+    for count, data in itertools.groupby(of_each, key=lambda one: one[0]):  # a record is rectangular
+        parts = [np.asarray(one[1:], "<f4") for _, one in data]
+        if asked.soft:
+            parts = [part[:, 1] if count is None else part[:, 1 : 1 + count] for part in parts]
+        offsets = np.concatenate([[0], np.cumsum([part.nbytes for part in parts])]).astype("<i8")
+        tensor = pb.BatchedTensor(
+            data=b"".join(part.tobytes() for part in parts), offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32,
+            trailing_shape=[] if count is None else [count],
+        )  # fmt: skip
+        output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(parts)).fields["logprobs"].CopyFrom(tensor)
     return output.SerializeToString(deterministic=True)
 
 

@@ -262,14 +262,16 @@ class Training:
 
     def _forward_backward(self, run: _TrainingRun, body: bytes) -> bytes:
         asked = tinker_wire.pass_of(tinker_wire.parse(body), vocabulary=self._decoder.vocab_size, longest=self._longest)
-        if asked.forward_only:
+        if asked.forward_only and asked.soft:  # its program is part of a gradient's, which is dropped
+            logprobs = run.trainer.forward_backward(asked.segments, objective=asked.objective).logprobs()
+        elif asked.forward_only:
             logprobs = run.trainer.score(asked.segments)
         else:
             run.pending = run.trainer.forward_backward(asked.segments, objective=asked.objective, add_to=run.pending)
             logprobs = run.pending.logprobs()
-        loss = tinker_wire.loss_of(asked.segments, logprobs, asked.objective)
+        loss = tinker_wire.loss_of(asked, logprobs)
         counted = sum(int(np.count_nonzero(segment.weights)) for segment in asked.segments)
-        return tinker_wire.output_of(logprobs, {"loss:sum": loss, "loss_tokens:sum": counted})
+        return tinker_wire.output_of(asked, logprobs, {"loss:sum": loss, "loss_tokens:sum": counted})
 
     def _step(self, run: _TrainingRun, future: Future) -> dict[str, float]:
         given = future.fields.get("adam_params")

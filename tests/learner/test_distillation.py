@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scalerl_jax.config import ObjectiveConfig
 from scalerl_jax.contract.codec import TeacherScores
 from scalerl_jax.learner.packing import Segment
 from scalerl_jax.learner.trainer import Layout, Trainer
@@ -92,6 +93,43 @@ def test_packing_and_micro_batches_have_no_part(form: str) -> None:
         [Segment(**{**vars(s), "advantages": 0 * s.advantages}) for s in given]
     )
     assert np.linalg.norm(added - flat(by_teacher.grads)) < 2e-5 * np.linalg.norm(flat(wanted.grads))
+
+
+def test_soft_targets_are_a_sum_of_log_probs() -> None:
+    """In loss, gradient and what is returned, from the logits; ids may come twice. Without a layout for them."""
+    given = [
+        Segment(**{**vars(one), "weights": np.minimum(1, 99 * one.weights), "advantages": 0 * one.advantages})
+        for one in taught(3)
+    ]
+    for one in given:
+        assert one.teacher is not None and one.teacher.ids is not None and one.teacher.top_logprobs is not None
+        assert np.any(one.teacher.ids < 0)  # which are no target
+        one.teacher.ids[:, 2] = one.teacher.ids[:, 0]
+        one.teacher.top_logprobs[:] = np.random.default_rng(len(one.tokens)).normal(size=(len(one.tokens), 3))
+    soft = ObjectiveConfig(loss="reinforce", distill="soft_targets")  # type: ignore[arg-type]
+
+    def loss(params: Any) -> tuple[jax.Array, list[jax.Array]]:
+        total, named = jnp.zeros(()), []
+        for one in given:
+            assert one.teacher is not None and one.teacher.ids is not None
+            ids = jnp.ones((1, len(one.tokens) - 1), jnp.int32)
+            hidden = forward(params, DECODER, one.tokens[None, :-1], jnp.cumsum(ids, axis=1) - 1, ids)
+            policy = jax.nn.log_softmax(logits(params, DECODER, hidden)[0])
+            named.append(jnp.take_along_axis(policy, one.teacher.ids[1:], axis=-1))
+            weights = one.weights[1:, None] * np.where(one.teacher.ids[1:] >= 0, one.teacher.top_logprobs[1:], 0)
+            total -= jnp.sum(weights * named[-1])
+        return total, named
+
+    (wanted, named), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params_of(DECODER))
+    trainer = started(0)
+    pending = trainer.forward_backward(given, objective=soft)
+    assert float(pending.sums["loss"]) == pytest.approx(float(wanted), rel=2e-6)
+    assert relative(pending.grads, gradient) < 2e-6
+    for one, found, policy, own in zip(given, pending.logprobs(), named, trainer.score(given), strict=True):
+        assert one.teacher is not None and one.teacher.ids is not None
+        there = one.teacher.ids[1:] >= 0
+        np.testing.assert_allclose(found[1:, 1:4][there], policy[there], atol=2e-6)
+        np.testing.assert_allclose(found[:, 0], own, atol=2e-6)
 
 
 def test_a_teacher_that_is_the_policy_changes_nothing() -> None:

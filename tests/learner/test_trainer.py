@@ -15,6 +15,7 @@ from scalerl_jax.learner.batch import build
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.learner.trainer import Layout, Trainer
 from scalerl_jax.model import Precision, init_params
+from scalerl_jax.objective.losses import THRESHOLDS
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from tests.learner.segments import make_segments
 from tests.support.params import DECODER, relative
@@ -138,6 +139,23 @@ def test_the_objective_of_a_call_is_that_of_a_trainer_made_for_it(objective: dic
     jax.tree.map(np.testing.assert_array_equal, on_host(mine.grads), on_host(theirs.grads))
     own = started().forward_backward(segments())
     assert relative(mine.grads, on_host(own.grads)) > 1e-3  # the number is read
+
+
+@pytest.mark.parametrize("loss", THRESHOLDS)
+def test_thresholds_of_tokens_are_those_of_their_own_objective(loss: str) -> None:
+    trainer, every, names = started(), segments(), THRESHOLDS[loss]
+    bounds = [(1e-3 * (i + 1), 2e-3 * (i + 1)) if loss != "cispo" else (0.99, 1 + 1e-3 * i) for i in range(len(every))]
+    alone = [
+        trainer.forward_backward([one], objective=ObjectiveConfig(loss=loss, **dict(zip(names, pair, strict=True))))
+        for one, pair in zip(every, bounds, strict=True)
+    ]
+    own = [
+        dataclasses.replace(one, thresholds=np.tile(np.float32(pair), (len(one.tokens), 1)))
+        for one, pair in zip(every, bounds, strict=True)
+    ]
+    both = trainer.forward_backward(own, objective=ObjectiveConfig(loss=loss, **dict.fromkeys(names, 1.0)))
+    assert relative(both.grads, jax.tree.map(lambda *parts: sum(parts), *(on_host(one.grads) for one in alone))) < 1e-5
+    assert both.sums["clipped"] == sum(one.sums["clipped"] for one in alone) > 0
 
 
 def test_another_number_compiles_nothing() -> None:

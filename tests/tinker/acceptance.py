@@ -60,13 +60,15 @@ def series(metrics: Metrics, key: str) -> list[float]:
     return found
 
 
-def falls(key: str, *, by: float) -> Callable[[Metrics], None]:
-    """The last value is below the first by at least this factor."""
+def falls(key: str, *, by: float, quarters: bool = False) -> Callable[[Metrics], None]:
+    """The last value is below the first by at least this factor. quarters: the means of a quarter of the steps are."""
 
     def check(metrics: Metrics) -> None:
         values = series(metrics, key)
-        print(f"{key}: {values[0]:.3f} -> {values[-1]:.3f} in {len(values)} steps")
-        assert values[-1] < values[0] / by, f"{key} went from {values[0]:.3f} to {values[-1]:.3f}"
+        part = len(values) // 4 if quarters else 1
+        first, last = (sum(some) / part for some in (values[:part], values[-part:]))
+        print(f"{key}: {first:.3f} -> {last:.3f} in {len(values)} steps")
+        assert last < first / by, f"{key} went from {first:.3f} to {last:.3f}"
 
     return check
 
@@ -91,6 +93,15 @@ def _math_rl(*more: str) -> Program:
         f"{_RECIPES}.math_rl.train",
         ("env=arithmetic", "loss_fn=importance_sampling", *size, "max_steps=40", "eval_every=0", *more),
         rises("env/all/correct", by=0.04),
+    )
+
+
+def _self_distillation(check: Callable[[Metrics], None], *more: str) -> Program:
+    size = ("groups_per_batch=16", "max_tokens=12", "learning_rate=1e-4", "lora_rank=0", "max_steps=16", "topk=20")
+    return Program(
+        f"{_RECIPES}.sdft.train",
+        ("dataset=sciknoweval", *size, "max_context_length=700", "eval_every=0", "save_every=0", *more),
+        check,
     )
 
 
@@ -125,6 +136,11 @@ PROGRAMS = {
         falls("teacher_kl", by=1.3),
         "sl_loop",
     ),
+    # The teacher is the base model, which sees the answer; its most likely tokens are soft targets.
+    "self_distillation": _self_distillation(falls("grad_norm:mean", by=1.5, quarters=True)),
+    "self_distillation_reverse": _self_distillation(
+        falls("sdft/reverse_kl_mean", by=1.3, quarters=True), "reverse=True"
+    ),
 }  # fmt: skip
 
 
@@ -148,6 +164,13 @@ def write_folder(folder: pathlib.Path, model: pathlib.Path) -> None:
     _write_rows(folder / "HuggingFaceH4" / "no_robots", "default", talks)
     _write_rows(folder / "zwhe99" / "DeepMath-103K", "default", questions)
     _write_rows(folder / "openai" / "gsm8k", "main", sums)
+    choices = [(x, rng.randint(10, 99)) for x in rng.choices(range(10, 100), k=400)]
+    science = [
+        {"question": "Which is larger?", "choices": {"label": ["A", "B"], "text": [f"{x}", f"{y}"]},
+         "answerKey": "A" if x > y else "B", "domain": "Chemistry", "details": {"level": "L3"}, "type": "mcq"}
+        for x, y in choices
+    ]  # fmt: skip
+    _write_rows(folder / "hicai-zju" / "SciKnowEval", "default", science, split="test")
 
 
 def write_traces(path: pathlib.Path) -> None:
@@ -182,11 +205,11 @@ def write_traces(path: pathlib.Path) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def _write_rows(folder: pathlib.Path, name: str, rows: list[dict[str, object]]) -> None:
+def _write_rows(folder: pathlib.Path, name: str, rows: list[dict[str, object]], split: str = "train") -> None:
     """name: of the data set's configuration."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    files = "  - split: train\n    path: train.jsonl"
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    files = f"  - split: {split}\n    path: rows.jsonl"
     (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {name}\n  data_files:\n{files}\n---\n")
 
 

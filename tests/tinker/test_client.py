@@ -115,6 +115,31 @@ def test_a_custom_loss_of_the_client_is_differentiated(service: Any) -> None:
     assert steps[0] == pytest.approx(steps[1], rel=1e-5)
 
 
+def test_several_targets_of_a_token(service: Any) -> None:
+    """The same one twice, with a part of its weight each, is that one; zeros are sent as compressed rows."""
+    torch = pytest.importorskip("torch")
+    mine, theirs, parts = trained(service), trained(service), []
+    for tokens in DATA:
+        targets, weights = torch.zeros(len(tokens) - 1, 8, dtype=torch.long), torch.zeros(len(tokens) - 1, 8)
+        targets[:, 0] = targets[:, 5] = torch.tensor(tokens[1:])
+        weights[:, 0], weights[:, 5] = 0.75, 0.25
+        inputs = {"target_tokens": targets, "weights": weights}
+        parts.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
+        assert parts[-1].loss_fn_inputs["weights"].sparse_crow_indices is not None
+    forward = mine.forward(parts, "cross_entropy").result()
+    result = mine.forward_backward(parts, "cross_entropy").result()
+    theirs.forward_backward([supervised(tokens) for tokens in DATA], "cross_entropy").result()
+    own = iter(logprobs(theirs))
+    for tokens, one, other in zip(DATA, result.loss_fn_outputs, forward.loss_fn_outputs, strict=True):
+        found = one["logprobs"].to_numpy()
+        assert found.shape == (len(tokens) - 1, 8)
+        np.testing.assert_array_equal(found, other["logprobs"].to_numpy())
+        np.testing.assert_allclose(found[:, 5], [next(own) for _ in tokens[1:]], atol=1e-5)
+        np.testing.assert_array_equal(found[:, 5], found[:, 0])
+    steps = [client.optim_step(ADAM).result().metrics for client in (mine, theirs)]
+    assert steps[0]["grad_norm:mean"] == pytest.approx(steps[1]["grad_norm:mean"], rel=1e-5)
+
+
 def test_dro_has_the_gradient_of_its_formula(service: Any) -> None:
     """That of logp is A - beta (logp - logprobs)."""
     torch, beta = pytest.importorskip("torch"), 0.5

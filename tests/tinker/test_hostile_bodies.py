@@ -56,11 +56,16 @@ def proto(model: str, rng: random.Random, number: int) -> bytes:
     """A call of forward_backward, some bytes of which are others."""
     forward = rng.random() < 0.5
     request = pb.ForwardBackwardRequest(model_id=model, seq_id=number, loss_fn="cross_entropy", forward_only=forward)
+    several = rng.random() < 0.3
     datum = request.data.add()
     datum.model_input.add().encoded_text.tokens = np.arange(4, dtype=np.int32).tobytes()
     for name, dtype, kind in (("target_tokens", np.int64, pb.DTYPE_INT64), ("weights", np.float32, pb.DTYPE_FLOAT32)):
         array = np.arange(1, 5, dtype=dtype)
         datum.loss_fn_inputs[name].CopyFrom(pb.Tensor(dense=array.tobytes(), dtype=kind, shape=[4]))
+        if several:
+            rows, columns = (np.asarray(one, np.int64).tobytes() for one in ([0, 1, 2, 3, 4], [0, 1, 1, 0]))
+            sparse = pb.SparseCsr(values=array.tobytes(), crow_indices=rows, col_indices=columns)
+            datum.loss_fn_inputs[name].CopyFrom(pb.Tensor(sparse_csr=sparse, dtype=kind, shape=[4, 2]))
     data = bytearray(request.SerializeToString())
     for _ in range(rng.randrange(1, 4)):
         data[rng.randrange(len(data))] = rng.randrange(256)

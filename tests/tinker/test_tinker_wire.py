@@ -78,12 +78,15 @@ def rl(loss: str, **thresholds: float) -> tinker_wire.Pass:
 
 def loss_of(found: tinker_wire.Pass) -> float:
     after = [np.asarray([0.0, *row], np.float32) for row in AFTER]
-    return tinker_wire.loss_of(found.segments, after, found.objective)
+    return tinker_wire.loss_of(found, after)
 
 
-def expected(loss: str, low: float, high: float) -> float:
+def expected(loss: str, *bounds: tuple[Any, Any]) -> float:
+    """bounds: low and high, of all data or of each."""
     total = 0.0
-    for before, after, advantages in zip(BEFORE, AFTER, ADVANTAGES, strict=True):
+    for before, after, advantages, (low, high) in zip(
+        BEFORE, AFTER, ADVANTAGES, bounds * (2 // len(bounds)), strict=True
+    ):
         log_r, a = np.asarray(after) - np.asarray(before), np.asarray(advantages)
         r = np.exp(log_r)
         if loss == "gspo":
@@ -108,7 +111,22 @@ def expected(loss: str, low: float, high: float) -> float:
     ],
 )
 def test_a_loss_is_the_protocols_formula(loss: str, thresholds: Any, bounds: Any) -> None:
-    assert loss_of(rl(loss, **thresholds)) == pytest.approx(expected(loss, *bounds), rel=1e-5)
+    assert loss_of(rl(loss, **thresholds)) == pytest.approx(expected(loss, bounds), rel=1e-5)
+
+
+@pytest.mark.parametrize(("loss", "name"), [("ppo", "high"), ("cispo", "high"), ("cispo", "low"), ("gspo", "low")])
+@pytest.mark.parametrize("config", [{}, {"clip_low_threshold": 0.5, "clip_high_threshold": 1.1}])
+def test_thresholds_of_single_tokens(loss: str, name: str, config: dict[str, float]) -> None:
+    """Of one datum; the other has the call's, and so has the bound that is missing."""
+    # The first token has no loss, and its own may be any.
+    own = np.array([-7.0, 1.5, 1.0, 1.05] if name == "high" else [7.0, 0.9, 1.0, 0.45])
+    first = datum(TOKENS[0], logprobs=BEFORE[0], advantages=ADVANTAGES[0], **{f"clip_{name}_threshold": own})
+    found = read(request(loss, first, datum(TOKENS[1], logprobs=BEFORE[1], advantages=ADVANTAGES[1]), **config))
+    default = (0.0, 4.0) if loss == "cispo" else (0.8, 1.2)
+    call = (config.get("clip_low_threshold", default[0]), config.get("clip_high_threshold", default[1]))
+    bounds = (call[0], own) if name == "high" else (own, call[1])
+    assert loss_of(found) == pytest.approx(expected(loss, bounds, call), rel=1e-5)
+    assert loss_of(found) != pytest.approx(expected(loss, call), rel=1e-3)
 
 
 def test_the_ratio_of_a_sequence_is_over_its_mask() -> None:
@@ -119,7 +137,7 @@ def test_the_ratio_of_a_sequence_is_over_its_mask() -> None:
     after = [np.asarray([0.0, *AFTER[0]], np.float32)]
     s = np.exp(log_r[mask > 0].mean())
     wanted = -np.sum(np.minimum(s * advantages, np.clip(s, 0.8, 1.2) * advantages))
-    assert tinker_wire.loss_of(found.segments, after, found.objective) == pytest.approx(wanted, rel=1e-5)
+    assert tinker_wire.loss_of(found, after) == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize(("numbers", "beta"), [({}, 0.05), ({"beta": 0.5}, 0.5), ({"beta": 0.0}, 0.0)])
@@ -144,6 +162,92 @@ def test_a_datum_is_a_segment_of_its_inputs_and_last_target() -> None:
     np.testing.assert_allclose(first.generator_logprobs[1:], BEFORE[0])
 
 
+SOFT = np.array([[2, 7, 0], [3, 0, 0], [9, 4, 1], [5, 6, 0]])  # of TOKENS[0]
+SOFT_WEIGHTS = np.array([[0.5, 0.5, 0], [1, 0, 0], [0.1, 0.2, 0.7], [0, 2, 0]], np.float32)
+
+
+def soft(targets: pb.Tensor, weights: pb.Tensor) -> pb.Datum:
+    out = datum(TOKENS[0])
+    out.loss_fn_inputs["target_tokens"].CopyFrom(targets)
+    out.loss_fn_inputs["weights"].CopyFrom(weights)
+    return out
+
+
+def sparse(dense: np.ndarray, dtype: Any, **parts: Any) -> pb.Tensor:
+    """Compressed rows; parts: arrays that are others."""
+    there = dense != 0
+    made = {
+        "values": dense[there].astype(dtype), "crow_indices": np.cumsum([0, *there.sum(axis=1)], dtype=np.int64),
+        "col_indices": np.nonzero(there)[1].astype(np.int64),
+    } | {name: np.asarray(part) for name, part in parts.items()}  # fmt: skip
+    kind = pb.DTYPE_INT64 if dtype is np.int64 else pb.DTYPE_FLOAT32
+    out = pb.Tensor(dtype=kind, shape=dense.shape)
+    out.sparse_csr.CopyFrom(pb.SparseCsr(**{name: part.tobytes() for name, part in made.items()}))
+    return out
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_several_targets_of_a_token_are_a_sum_over_them(is_sparse: bool) -> None:
+    """And a datum with one target each, beside it, is what it is alone, in its own shape."""
+    make = sparse if is_sparse else tensor
+    given = soft(make(SOFT, np.int64), make(SOFT_WEIGHTS, np.float32))
+    found = read(request("cross_entropy", given, datum(TOKENS[1], weights=[0.5, -1.0])))
+    assert found.soft and [one.weights.tolist() for one in found.segments] == [[0, 1, 1, 1, 1], [0, 1, 1]]
+    teacher = found.segments[0].teacher
+    assert teacher is not None and teacher.ids is not None and teacher.top_logprobs is not None
+    np.testing.assert_array_equal(teacher.ids[1:], SOFT)
+    np.testing.assert_array_equal(teacher.top_logprobs[1:], SOFT_WEIGHTS)
+    assert not any(np.any(one.advantages) for one in found.segments)
+    # The token's own log-prob, then those of the four targets that are compiled for.
+    first, second = (-np.arange(n * 5, dtype=np.float32).reshape(n, 5) for n in (5, 3))
+    wanted = -np.sum(SOFT_WEIGHTS * first[1:, 1:4]) - np.dot([0.5, -1.0], second[1:, 1])
+    assert tinker_wire.loss_of(found, [first, second]) == pytest.approx(wanted, rel=1e-6)
+    answer = pb.ForwardBackwardOutput.FromString(tinker_wire.output_of(found, [first, second], {}))
+    fields = [record.fields["logprobs"] for record in answer.loss_fn_outputs]
+    assert [list(field.trailing_shape) for field in fields] == [[3], []]
+    np.testing.assert_array_equal(np.frombuffer(fields[0].data, np.float32).reshape(4, 3), first[1:, 1:4])
+    np.testing.assert_array_equal(np.frombuffer(fields[1].data, np.float32), second[1:, 1])
+
+
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ({"crow_indices": np.array([0, 1, 2])}, "crow_indices must rise from 0 to 7 in 4 steps"),
+        ({"crow_indices": np.array([0, 3, 2, 5, 7])}, "crow_indices must rise"),
+        ({"crow_indices": np.array([-1, 1, 2, 5, 7])}, "crow_indices must rise"),
+        ({"crow_indices": np.zeros(5, np.int64)}, "crow_indices must rise"),
+        ({"crow_indices": np.zeros(0, np.int64)}, "crow_indices must rise"),
+        ({"col_indices": np.array([0, 1, 0, 0, 1, 3, 1])}, "col_indices must be 7 from 0 to 2"),
+        ({"col_indices": np.array([0, 1])}, "col_indices must be 7"),
+        ({"col_indices": np.zeros(3, np.int8)}, "no whole number of items"),
+    ],
+)
+def test_broken_rows_of_a_sparse_tensor_are_named(parts: dict[str, Any], told: str) -> None:
+    given = soft(tensor(SOFT, np.int64), sparse(SOFT_WEIGHTS, np.float32, **parts))
+    with pytest.raises(RefusedCall, match=told):
+        read(request("cross_entropy", given))
+
+
+def test_the_shapes_of_several_targets_are_those_of_their_weights() -> None:
+    for targets, weights, told in (
+        (tensor(SOFT, np.int64), tensor(SOFT_WEIGHTS[:, :2]), "weights have the shape of target_tokens"),
+        (tensor(SOFT, np.int64), tensor(SOFT_WEIGHTS[:, 0]), "weights have the shape of target_tokens"),
+        (tensor(np.zeros((4, 1025)), np.int64), tensor(np.zeros((4, 1025))), "1025 for each token, and 1 to 1024"),
+        (pb.Tensor(dtype=pb.DTYPE_INT64, shape=[4, 10**12]), tensor(SOFT_WEIGHTS), "and 1 to 1024 are offered"),
+        (pb.Tensor(dtype=pb.DTYPE_INT64, shape=[4, 9]), tensor(SOFT_WEIGHTS), r"0 numbers do not have the shape"),
+        (tensor(SOFT[:3], np.int64), tensor(SOFT_WEIGHTS[:3]), r"must be \[4\] or \[4, k\]"),
+        (tensor(SOFT + 50, np.int64), tensor(SOFT_WEIGHTS), "token ids are from 0 to 49"),
+        (tensor(SOFT - 1, np.int64), tensor(SOFT_WEIGHTS), "token ids are from 0 to 49"),
+    ):
+        with pytest.raises(RefusedCall, match=told):
+            read(request("cross_entropy", soft(targets, weights)))
+    given = soft(tensor(SOFT, np.int64), tensor(SOFT_WEIGHTS))
+    for name in ("logprobs", "advantages"):
+        given.loss_fn_inputs[name].CopyFrom(tensor(BEFORE[0]))
+    with pytest.raises(RefusedCall, match=r"its shape is \[4, 3\], and must be \[4\], a number for each token"):
+        read(request("importance_sampling", given))
+
+
 GOOD = {"logprobs": BEFORE[1], "advantages": ADVANTAGES[1]}
 
 
@@ -157,6 +261,15 @@ GOOD = {"logprobs": BEFORE[1], "advantages": ADVANTAGES[1]}
         (request("ppo", datum(TOKENS[1], **GOOD), clip_low_threshold=1.5), "must be around 1"),
         (request("cispo", datum(TOKENS[1], **GOOD), clip_low_threshold=5), "must be above 0 and clip_low_threshold"),
         (request("ppo", datum(TOKENS[1], advantages=[1, 1])), r"data\[0\].loss_fn_inputs: ppo needs logprobs"),
+        (
+            request("ppo", datum(TOKENS[1], **GOOD, clip_high_threshold=[1.2, 0.9])),
+            r"data\[0\].loss_fn_inputs: the thresholds must be around 1, and are 0.8 and 0.9",
+        ),
+        (
+            request("cispo", datum(TOKENS[1], **GOOD, clip_low_threshold=[-1, 0])),
+            r"must be above 0 and clip_low_threshold, and is 4 \(clip_low_threshold: -1\)",
+        ),
+        (request("dro", datum(TOKENS[1], **GOOD, clip_high_threshold=[1, 1])), "dro does not take clip_high_threshold"),
         (request("ppo", datum(TOKENS[1], **GOOD, weights=[1, 1])), "does not take weights"),
         (request("ppo", datum(TOKENS[1], **(GOOD | {"advantages": [1]}))), "must be \\[2\\], a number for each token"),
         (request("ppo", datum(TOKENS[1], **(GOOD | {"advantages": [1, np.nan]}))), "some are not finite"),
@@ -173,24 +286,29 @@ def test_what_is_refused_is_named(asked: pb.ForwardBackwardRequest, told: str) -
         read(asked)
 
 
-def test_targets_that_do_not_follow_are_refused() -> None:
+def test_targets_that_do_not_follow() -> None:
+    """They are soft targets of cross_entropy, one for each token, and the other losses refuse them."""
     other = datum(TOKENS[0], weights=[1.0] * 4)
     other.loss_fn_inputs["target_tokens"].CopyFrom(tensor([2, 3, 9, 5], np.int64))
-    with pytest.raises(RefusedCall, match="only the tokens that follow"):
-        read(request("cross_entropy", other))
+    found = read(request("cross_entropy", other))
+    assert found.soft and found.targets == [None] and found.segments[0].tokens.tolist() == TOKENS[0]
     # Where there is no loss a backward pass takes any, which recipes fill up with 0; a forward pass is for all of them.
     other.loss_fn_inputs["weights"].CopyFrom(tensor([1, 1, 0, 1]))
+    other.loss_fn_inputs["target_tokens"].CopyFrom(tensor([2, 3, -100, 5], np.int64))
+    assert not read(request("cross_entropy", other)).soft
     other.loss_fn_inputs["target_tokens"].CopyFrom(tensor([2, 3, 0, 5], np.int64))
     asked = request("cross_entropy", other)
-    assert read(asked).segments[0].tokens.tolist() == TOKENS[0]
     asked.forward_only = True
-    with pytest.raises(RefusedCall, match="only the tokens that follow"):
-        read(asked)
+    assert read(asked).soft
+    sampled = datum(TOKENS[0], logprobs=BEFORE[0], advantages=[1.0] * 4)
+    sampled.loss_fn_inputs["target_tokens"].CopyFrom(tensor([2, 3, 9, 5], np.int64))
+    with pytest.raises(RefusedCall, match="ppo has no targets but the tokens that follow the inputs"):
+        read(request("ppo", sampled))
 
 
 def test_answers_are_cut_by_datum() -> None:
     arrays = [np.arange(3, dtype=np.float32), np.arange(5, dtype=np.float32)]
-    output = pb.ForwardBackwardOutput.FromString(tinker_wire.output_of(arrays, {"loss:sum": 1.5}))
+    output = pb.ForwardBackwardOutput.FromString(tinker_wire.output_of(rl("ppo"), arrays, {"loss:sum": 1.5}))
     field = output.loss_fn_outputs[0].fields["logprobs"]
     offsets = np.frombuffer(field.offsets, np.int64)
     parts = [np.frombuffer(field.data[a:b], np.float32).tolist() for a, b in itertools.pairwise(offsets)]
