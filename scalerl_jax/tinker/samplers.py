@@ -15,6 +15,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
@@ -46,14 +47,17 @@ class Weights:
     model: str = ""  # the run that made them; empty: none
 
 
-@dataclasses.dataclass(eq=False)
-class _Wait:
-    """A call that has no server yet."""
+_Call = tuple[int, "asyncio.Future[_ServerWeights]"]  # its number, and the server that it is granted
 
-    wanted: Callable[[], Weights]  # which may be newer ones by now if it is in flight
+
+@dataclasses.dataclass(eq=False)
+class _Waiting:
+    """The calls for the same weights that have no server yet, the oldest first."""
+
+    wanted: Callable[[], Weights]  # which may be newer ones by now if they are in flight
     inflight: bool
     weights: Weights
-    granted: "asyncio.Future[_ServerWeights]"
+    calls: "collections.deque[_Call]" = dataclasses.field(default_factory=collections.deque)
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,8 +79,8 @@ class _ServerWeights:
     def calls(self) -> int:
         return self.pinned + self.following
 
-    def takes(self, wait: _Wait) -> bool:
-        """Whether it may serve this call now."""
+    def takes(self, wait: _Waiting) -> bool:
+        """Whether it may serve one of these calls now."""
         status = self.server.status
         if self.weights is None or status is None or self.calls >= status.slots + 2:
             return False
@@ -97,7 +101,8 @@ class Samplers:
         self._chunk_bytes, self._push_seconds, self._score_seconds = chunk_bytes, push_seconds, score_seconds
         self._incarnation = Incarnation(time.time_ns())
         self._held = [_ServerWeights(server) for server in generators.servers]
-        self._waiting: list[_Wait] = []
+        self._waiting: dict[tuple[str, str], _Waiting] = {}  # by run and folder; calls in flight have no folder
+        self._numbers = itertools.count()
         self._step, self._turn = 0, TURN_SECONDS
         self._scoring = asyncio.Semaphore(SCORES)
         self._read: collections.OrderedDict[Weights, payload_lib.Tensors] = collections.OrderedDict()
@@ -154,16 +159,20 @@ class Samplers:
     @contextlib.asynccontextmanager
     async def _on(self, wanted: Callable[[], Weights], *, inflight: bool) -> AsyncGenerator[_ServerWeights]:
         """A server that holds the weights for the duration of the block."""
-        wait = _Wait(wanted, inflight, wanted(), asyncio.get_running_loop().create_future())
-        self._waiting.append(wait)
+        weights = wanted()
+        key = (weights.model, "" if inflight else weights.folder)
+        waiting = self._waiting.setdefault(key, _Waiting(wanted, inflight, weights))
+        granted: asyncio.Future[_ServerWeights] = asyncio.get_running_loop().create_future()
+        call = next(self._numbers), granted
+        waiting.calls.append(call)
         self._dispatch()
         try:
-            held = await wait.granted
+            held = await granted
         except BaseException:
-            if wait in self._waiting:
-                self._waiting.remove(wait)
-            elif not wait.granted.cancelled() and wait.granted.exception() is None:
-                self._release(wait.granted.result(), inflight)
+            if call in waiting.calls:
+                waiting.calls.remove(call)
+            elif not granted.cancelled() and granted.exception() is None:
+                self._release(granted.result(), inflight)
             raise
         try:
             yield held
@@ -193,23 +202,13 @@ class Samplers:
                 newest[model] = newest.get(model) or held.newest()
                 if held.coming is None and newest[model] != held.weights:
                     held.coming = newest[model]
-        for wait in self._waiting:
+        for wait in self._waiting.values():
             if wait.inflight:
                 model = wait.weights.model
                 wait.weights = newest[model] = newest.get(model) or wait.wanted()
-        for wait in list(self._waiting):
-            if wait.granted.done():  # cancelled
-                self._waiting.remove(wait)
-                continue
-            if takers := [held for held in there if held.takes(wait)]:
-                held = min(takers, key=lambda held: held.calls)
-                if wait.inflight:
-                    held.following, held.newest = held.following + 1, wait.wanted
-                else:
-                    held.pinned += 1
-                self._waiting.remove(wait)
-                wait.granted.set_result(held)
-        for wait in self._waiting:
+        self._grant(there)
+        self._waiting = {key: wait for key, wait in self._waiting.items() if wait.calls}
+        for wait in sorted(self._waiting.values(), key=lambda wait: wait.calls[0][0]):
             if any(held.coming == wait.weights for held in there):
                 continue
             if (chosen := self._to_switch(wait, there)) is not None:
@@ -218,9 +217,26 @@ class Samplers:
             if held.coming is not None and held.pushing is None and self._may_push(held):
                 held.pushing = asyncio.create_task(self._push(held, held.coming))
 
-    def _to_switch(self, wait: _Wait, there: list[_ServerWeights]) -> _ServerWeights | None:
+    def _grant(self, there: list[_ServerWeights]) -> None:
+        """Gives waiting calls the servers that may serve them, the oldest first."""
+        waiting = set(self._waiting.values())
+        while waiting:
+            for wait in waiting:
+                while wait.calls and wait.calls[0][1].done():  # cancelled
+                    wait.calls.popleft()
+            waiting = {wait for wait in waiting if wait.calls and any(held.takes(wait) for held in there)}
+            if waiting:
+                wait = min(waiting, key=lambda wait: wait.calls[0][0])
+                held = min((held for held in there if held.takes(wait)), key=lambda held: held.calls)
+                if wait.inflight:
+                    held.following, held.newest = held.following + 1, wait.wanted
+                else:
+                    held.pinned += 1
+                wait.calls.popleft()[1].set_result(held)
+
+    def _to_switch(self, wait: _Waiting, there: list[_ServerWeights]) -> _ServerWeights | None:
         """The server to switch to these weights next, or None."""
-        waited_for = {other.weights for other in self._waiting}
+        waited_for = {other.weights for other in self._waiting.values()}
         now = time.monotonic()
         still = [held for held in there if held.coming is None and held.weights != wait.weights]
         idle = [held for held in still if held.weights not in waited_for]
@@ -229,7 +245,7 @@ class Samplers:
         over = [held for held in still if now - held.since >= self._turn or self._follows(held, wait)]
         return min(idle or over, key=lambda held: held.calls, default=None)
 
-    def _follows(self, held: _ServerWeights, wait: _Wait) -> bool:
+    def _follows(self, held: _ServerWeights, wait: _Waiting) -> bool:
         return held.weights is not None and wait.inflight and held.weights.model == wait.weights.model
 
     def _may_push(self, held: _ServerWeights) -> bool:
@@ -256,9 +272,11 @@ class Samplers:
         except grpc.aio.AioRpcError as error:
             why = f"{error.code().name}: {error.details()}"
         except (OSError, ValueError) as error:  # of the folder
-            for wait in [wait for wait in self._waiting if wait.weights == weights]:
-                self._waiting.remove(wait)
-                wait.granted.set_exception(ValueError(f"its weights cannot be read: {error}"))
+            for wait in self._waiting.values():
+                while wait.weights == weights and wait.calls:
+                    _, granted = wait.calls.popleft()
+                    if not granted.done():
+                        granted.set_exception(ValueError(f"its weights cannot be read: {error}"))
         else:
             held.process, held.weights, held.step = process, weights, version.step
             self._turn = max(TURN_SECONDS, TURN_PUSHES * (time.monotonic() - began))

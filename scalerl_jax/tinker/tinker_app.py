@@ -324,6 +324,7 @@ class Tinker:
 
     def _save_weights(self, body: Body, data: bytes) -> Answer:
         self._check_name(body)
+        field(body, "overwrite", bool)
         return self._training_call("save_weights", data, body)
 
     def _save_for_sampler(self, body: Body, data: bytes) -> Answer:
@@ -331,6 +332,8 @@ class Tinker:
             self._check_name(body)
         elif number(body, "sampling_session_seq_id", None, 0, 2**62, whole=True) is None:
             raise bad("path or sampling_session_seq_id: one of them is needed")
+        if field(body, "kind", str, "snapshot") not in ("snapshot", "inflight"):
+            raise bad("kind: must be snapshot or inflight")
         # The client's own retry of this call has another number of the sampling session; that of the first stays.
         same = {name: value for name, value in body.items() if name != "sampling_session_seq_id"}
         return self._training_call("save_weights_for_sampler", data, body, json.dumps(same).encode())

@@ -28,7 +28,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 MODEL = "Qwen/Qwen3.5-9B-Base"  # the cookbook renders it as "User: ...\n\nAssistant: ..."
 CHAT_MODEL = "Qwen/Qwen3.5-4B"  # of tutorials
@@ -136,6 +136,11 @@ PROGRAMS = {
         falls("teacher_kl", by=1.3),
         "sl_loop",
     ),
+    "dpo": Program(
+        f"{_RECIPES}.preference.dpo.train",
+        ("dataset=hhh", "batch_size=32", "max_length=128", "learning_rate=1e-3", "max_steps=16"),
+        rises("margin", by=0.1),
+    ),
     # The teacher is the base model, which sees the answer; its most likely tokens are soft targets.
     "self_distillation": _self_distillation(falls("grad_norm:mean", by=1.5, quarters=True)),
     "self_distillation_reverse": _self_distillation(
@@ -152,12 +157,15 @@ def write_folder(folder: pathlib.Path, model: pathlib.Path) -> None:
         if not link.is_symlink():
             link.symlink_to(model.absolute(), target_is_directory=True)
     rng = random.Random(0)
-    talks, questions, sums = [], [], []
+    talks, questions, sums, pairs = [], [], [], []
     for _ in range(_STEPS * BATCH):
         number = rng.randint(10, 99)
         question = f"Say {number} backwards."
         questions.append({"question": question})
         said = [("user", question), ("assistant", str(number)[::-1])]
+        better, worse = (f"\n\nHuman: {question}\n\nAssistant: {text}" for text in (str(number)[::-1], str(number)))
+        if number % 11:  # not the same backwards
+            pairs.append({"chosen": better, "rejected": worse})
         talks.append({"messages": [{"role": role, "content": text} for role, text in said]})
         x, y = rng.randint(0, 9), rng.randint(0, 9)
         sums.append({"question": f"What is {x} + {y}?", "answer": f"It is\n#### {x + y}"})
@@ -170,7 +178,8 @@ def write_folder(folder: pathlib.Path, model: pathlib.Path) -> None:
          "answerKey": "A" if x > y else "B", "domain": "Chemistry", "details": {"level": "L3"}, "type": "mcq"}
         for x, y in choices
     ]  # fmt: skip
-    _write_rows(folder / "hicai-zju" / "SciKnowEval", "default", science, split="test")
+    _write_rows(folder / "hicai-zju" / "SciKnowEval", "default", science, "test")
+    _write_rows(folder / "Anthropic" / "hh-rlhf", "default", pairs[:544], "train", "test")
 
 
 def write_traces(path: pathlib.Path) -> None:
@@ -205,11 +214,11 @@ def write_traces(path: pathlib.Path) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def _write_rows(folder: pathlib.Path, name: str, rows: list[dict[str, object]], split: str = "train") -> None:
-    """name: of the data set's configuration."""
+def _write_rows(folder: pathlib.Path, name: str, rows: Sequence[Mapping[str, object]], *splits: str) -> None:
+    """name: of the data set's configuration. splits: by default `train`; each has all rows."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    files = f"  - split: {split}\n    path: rows.jsonl"
+    files = "\n".join(f"  - split: {split}\n    path: rows.jsonl" for split in splits or ("train",))
     (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {name}\n  data_files:\n{files}\n---\n")
 
 

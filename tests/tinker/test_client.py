@@ -375,6 +375,9 @@ def test_a_call_that_comes_again_is_the_same_call(url: str) -> None:
         assert post("/retrieve_future", request_id="nothing:7").status_code == 410
         assert post("/optim_step", model_id="nothing", seq_id=1, adam_params=adam).status_code == 404
         assert post("/save_weights", **(body | {"path": "../up", "seq_id": 4})).status_code == 400
+        assert post("/save_weights", **(body | {"overwrite": "false", "seq_id": 4})).status_code == 400
+        odd = {"model_id": model, "seq_id": 4, "sampling_session_seq_id": 9, "kind": "mutable"}
+        assert post("/save_weights_for_sampler", **odd).status_code == 400
         assert post("/create_model", session_id=session, model_seq_id=1, base_model="other").status_code == 400
         assert [
             one["tinker_path"] for one in http.get(f"/training_runs/{model}/checkpoints").json()["checkpoints"]
