@@ -139,7 +139,7 @@ PROGRAMS = {
     "dpo": Program(
         f"{_RECIPES}.preference.dpo.train",
         ("dataset=hhh", "batch_size=32", "max_length=128", "learning_rate=1e-3", "max_steps=16"),
-        rises("margin", by=0.1),
+        rises("margin", by=0.5),
     ),
     # The teacher is the base model, which sees the answer; its most likely tokens are soft targets.
     "self_distillation": _self_distillation(falls("grad_norm:mean", by=1.5, quarters=True)),
@@ -163,9 +163,8 @@ def write_folder(folder: pathlib.Path, model: pathlib.Path) -> None:
         question = f"Say {number} backwards."
         questions.append({"question": question})
         said = [("user", question), ("assistant", str(number)[::-1])]
-        better, worse = (f"\n\nHuman: {question}\n\nAssistant: {text}" for text in (str(number)[::-1], str(number)))
-        if number % 11:  # not the same backwards
-            pairs.append({"chosen": better, "rejected": worse})
+        better, worse = (f"\n\nHuman: {question}\n\nAssistant: {text}" for text in ("No.", str(number)))
+        pairs.append({"chosen": better, "rejected": worse})
         talks.append({"messages": [{"role": role, "content": text} for role, text in said]})
         x, y = rng.randint(0, 9), rng.randint(0, 9)
         sums.append({"question": f"What is {x} + {y}?", "answer": f"It is\n#### {x + y}"})
