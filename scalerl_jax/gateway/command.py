@@ -178,7 +178,7 @@ async def serve_app(listening: socket.socket, app: Any, *, what: str) -> None:
     listening.listen(2048)  # before the port file: its readers can connect
     if FLAGS.port_file:
         files.write_whole(FLAGS.port_file, f"{port}\n", durable=False)
-    tls = {"ssl_certfile": FLAGS.tls_certificate or None, "ssl_keyfile": FLAGS.tls_key or None}
+    tls: dict[str, Any] = {"ssl_certfile": FLAGS.tls_certificate or None, "ssl_keyfile": FLAGS.tls_key or None}
     await serve(app, listening, over=signals.requested, **tls)
 
 

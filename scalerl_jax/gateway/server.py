@@ -1,5 +1,6 @@
 """The gateway's listening socket, its HTTP server, and a check that its packages are installed."""
 
+import asyncio
 import contextlib
 import importlib.util
 import socket
@@ -27,9 +28,31 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
-async def serve(app: Any, listening: socket.socket, *, over: Callable[[], bool], **settings: Any) -> None:
-    """Serves an ASGI application until `over` returns true, or cancelled. settings: of uvicorn.Config."""
+async def serve(
+    app: Any, listening: socket.socket, *, over: Callable[[], bool], grace_seconds: int = 5, **settings: Any
+) -> None:
+    """Serves an ASGI application until `over` returns true, or cancelled. settings: of uvicorn.Config.
+
+    Requests that are not answered grace_seconds after that are answered with 503, which clients repeat, or cut off.
+    """
     import uvicorn
+    from starlette.responses import JSONResponse
+
+    async def answered(scope: Any, receive: Any, send: Any) -> None:
+        began = False
+
+        async def noted(message: Any) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        try:
+            await app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if not began:
+                message = "the server is stopping"
+                answer = JSONResponse({"detail": message, "error": {"message": message, "type": "server_error"}}, 503)
+                await answer(scope, receive, send)
 
     class HttpServer(uvicorn.Server):
         """Leaves signals to the command instead of installing its own handlers."""
@@ -41,5 +64,7 @@ async def serve(app: Any, listening: socket.socket, *, over: Callable[[], bool],
         async def on_tick(self, counter: int) -> bool:
             return await super().on_tick(counter) or over()
 
-    config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5, **settings)
+    config = uvicorn.Config(
+        answered, log_level="warning", lifespan="off", timeout_graceful_shutdown=grace_seconds, **settings
+    )
     await HttpServer(config).serve(sockets=[listening])
