@@ -24,7 +24,8 @@ class Segment:
     generator_logprobs: np.ndarray  # [t] float32
     # [t - 1, layers, experts per token]: the experts that each input token is routed to; None: the router decides
     experts: np.ndarray | None = None
-    teacher: TeacherScores | None = None  # scores of these tokens; None: the segment has no divergence
+    # Scores of these tokens; with soft targets, weights in place of top_logprobs. None: the segment has no divergence
+    teacher: TeacherScores | None = None
     thresholds: np.ndarray | None = None  # [t, 2] float32, in place of the objective's (losses.THRESHOLDS)
 
 
