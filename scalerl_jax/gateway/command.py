@@ -4,7 +4,8 @@
 
 The base URL of an OpenAI client is http://HOST:PORT/v1, of an Anthropic client http://HOST:PORT. With /s/NAME behind
 the port its calls belong to the session NAME, and /sessions/NAME/trace returns the session's tokens, log-probabilities
-and versions. Without --servers, local servers are started with the weights in --model, as many as config.fleet says.
+and versions. Without --servers, local servers are started with the weights in --model, as many as config.fleet says;
+--model may be a run's folder, too: then it is the policy of the newest checkpoint.
 Of the config only fleet, seed, rollout.end_of_thinking and environment.template_arguments are read. It serves until
 SIGTERM or Ctrl-C.
 
@@ -20,6 +21,7 @@ import contextlib
 import gc
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -54,15 +56,15 @@ def main(config: Config, arguments: list[str]) -> None:
         check_installed()
 
     # ---- 1. What is given --------------------------------------------------------------------------------------------
-    config.model.path = FLAGS.model
+    model = config.model.path = model_folder()
     with entry.user_mistakes():
-        check_folder("--model", FLAGS.model)
-        tokenizer = Tokenizer(FLAGS.model)
-        template = read_chat_template(FLAGS.model, config.environment.template_arguments)
+        check_folder("--model", model)
+        tokenizer = Tokenizer(model)
+        template = read_chat_template(model, config.environment.template_arguments)
         token = access()
         listed = Discovery(FLAGS.servers) if FLAGS.servers else None
         shown = read_credentials(config.fleet, name=listed.name if listed is not None else "")
-        vocabulary = vocabulary_of(FLAGS.model)
+        vocabulary = vocabulary_of(model)
     for line in [template.unknown_end(tokenizer)] if template is not None else ["the model has no chat template"]:
         if line:
             print(line, file=sys.stderr)
@@ -93,7 +95,7 @@ def main(config: Config, arguments: list[str]) -> None:
             generators = Generators(
                 addresses,
                 credentials=shown,
-                fingerprint=tokenizer_fingerprint(FLAGS.model),
+                fingerprint=tokenizer_fingerprint(model),
                 vocabulary=vocabulary,
             )
             watching = asyncio.create_task(generators.run())
@@ -119,6 +121,27 @@ def main(config: Config, arguments: list[str]) -> None:
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's, which is faster
             runner.run(serve_http())
     signals.raise_if_interrupted()
+
+
+def model_folder() -> str:
+    """--model; for a run's folder, RUN/exported/STEP, where the policy of its newest checkpoint is written if needed.
+
+    Raises UserError if that cannot be done.
+    """
+    checkpoints = os.path.join(FLAGS.model, "checkpoints")
+    if not os.path.isdir(checkpoints):
+        return FLAGS.model
+    step = max((int(name) for name in os.listdir(checkpoints) if name.isdecimal()), default=0)
+    out = os.path.join(FLAGS.model, "exported", str(step))
+    if not os.path.isdir(out):
+        command = [sys.executable, "-m", "scalerl_jax.export", f"--workdir={FLAGS.model}", f"--out={out}"]
+        # A process of its own: this one has no JAX, and leaves the devices to the servers.
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if done.returncode:
+            why = done.stderr.strip().removeprefix("error: ") or "its policy was not written"
+            raise entry.UserError(f"--model={FLAGS.model}: {why}")
+        print(done.stdout, end="", file=sys.stderr)
+    return out
 
 
 def access() -> str:

@@ -26,7 +26,14 @@ from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.config import Config
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments.tokenizer import Tokenizer
-from scalerl_jax.gateway.command import access, listening_socket, names_of_model, serve_app, servers
+from scalerl_jax.gateway.command import (
+    access,
+    listening_socket,
+    model_folder,
+    names_of_model,
+    serve_app,
+    servers,
+)
 from scalerl_jax.gateway.generators import Generators, NoServer
 from scalerl_jax.gateway.server import check_installed
 from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_config
@@ -43,11 +50,11 @@ def main(config: Config, arguments: list[str]) -> None:
     if arguments:
         raise entry.UserError(f"{arguments[0]}: not a flag")
     # ---- 1. What is given --------------------------------------------------------------------------------------------
-    config.model.path = os.path.abspath(FLAGS.model)
+    model = config.model.path = os.path.abspath(model_folder())
     with entry.user_mistakes():
         check_installed()
-        check_folder("--model", FLAGS.model)
-        tokenizer, decoder = Tokenizer(FLAGS.model), read_config(FLAGS.model)
+        check_folder("--model", model)
+        tokenizer, decoder = Tokenizer(model), read_config(model)
         tokenizer.check_vocabulary(decoder.vocab_size)
         token = access()
         longest = FLAGS.maximum_tokens
@@ -74,7 +81,7 @@ def main(config: Config, arguments: list[str]) -> None:
             signals.request_with_parent()
 
         def generators() -> Generators:
-            fingerprint = tokenizer_fingerprint(FLAGS.model)
+            fingerprint = tokenizer_fingerprint(model)
             return Generators(addresses, credentials=shown, fingerprint=fingerprint, vocabulary=decoder.vocab_size)
 
         asyncio.run(_serve(config, listening, generators, decoder, tokenizer, longest=longest, token=token))

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import types
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from scalerl_jax.cli import entry
 from scalerl_jax.config import Config
 from scalerl_jax.environments.tokenizer import make_tokenizer
 from scalerl_jax.export import export
+from scalerl_jax.gateway import command as gateway
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.model import DecoderConfig, abstract_params, forward, load_hf, logits
 from scalerl_jax.model.hf import to_hf
@@ -222,6 +224,22 @@ def test_the_command(tmp_path, runs):
     done = run_command("scalerl_jax.export", f"--workdir={runs[QWEN3_TIED][0]}", f"--out={out}")
     assert (done.returncode, done.stdout) == (0, f"{out}: the policy after 8 batches\n"), done.stderr
     assert load_hf(out)[0] == QWEN3_TIED
+
+
+def test_the_gateway_serves_the_policy_of_a_run(tmp_path, runs, monkeypatch):
+    """Its --model is a run, whose newest checkpoint is written once."""
+    run = tmp_path / "run"
+    shutil.copytree(runs[QWEN3_TIED][0], run)
+    monkeypatch.setattr(gateway, "FLAGS", types.SimpleNamespace(model=str(run), names=[]))
+    folder = gateway.model_folder()
+    assert folder == str(run / "exported" / "8") and gateway.names_of_model() == ("run",)
+    assert jax.tree.all(jax.tree.map(np.array_equal, load_hf(folder)[1], runs[QWEN3_TIED][1]))
+    (run / "config.json").write_text("{")
+    assert gateway.model_folder() == folder
+    shutil.rmtree(folder)
+    with pytest.raises(entry.UserError, match=f"^--model={run}: .*config.json.*$"):
+        gateway.model_folder()
+    assert not os.path.exists(folder)
 
 
 @pytest.mark.parametrize("data", [b"{", b"\xff\0", b"[]", b"[" * 100_000, b'{"seed": "five"}'])
