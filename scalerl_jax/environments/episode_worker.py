@@ -10,13 +10,15 @@
                                                                       {"error": line}: instead of any of these
 
 A fork costs milliseconds and shares the memory of the environments. A crash, a leak or a hang of an episode affects
-only its process. The kernel ends an episode whose step takes longer than environment.turn_seconds by clock, and an
-agent after environment.episode_seconds. An episode also ends when its socket closes, after calling its close() within
-the same limit. `random` and numpy are seeded alike in all episodes of a row.
+only its process. A step is interrupted after environment.turn_seconds by clock, and an agent after
+environment.episode_seconds; a second later the process ends if that did nothing, as in compiled code. An episode ends
+when its socket closes, after calling its close() within the same limit. `random` and numpy are seeded alike in all
+episodes of a row.
 """
 
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import gc
 import json
@@ -25,7 +27,7 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scalerl_jax.config import Config
@@ -35,6 +37,28 @@ from scalerl_jax.environments.episode import Client, as_step
 from scalerl_jax.environments.score_worker import EnvironmentParts
 from scalerl_jax.environments.tool_calls import read_calls
 from scalerl_jax.environments.worker_process import begin, die_with_parent, ready
+
+_HANGS_SECONDS = 1.0  # until what an alarm does not interrupt is ended
+
+
+class _Late(BaseException):
+    """The time is up. No Exception, which a user's code may take for one of its own."""
+
+
+def _raise_late(number: int, frame: Any) -> None:
+    raise _Late
+
+
+@contextlib.contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Raises _Late in the block after so many seconds by clock."""
+    faulthandler.dump_traceback_later(seconds + _HANGS_SECONDS, exit=True)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _answer(question: Mapping[str, Any], environments: EnvironmentParts, episodes: list[Any]) -> dict[str, Any]:
@@ -63,24 +87,25 @@ def _answer(question: Mapping[str, Any], environments: EnvironmentParts, episode
 def _play(connection: socket.socket, environments: EnvironmentParts, configs: Mapping[str, Config]) -> None:
     """Plays an episode until its socket closes."""
     episodes: list[Any] = []
-    limit, settings = 1.0, next(iter(configs.values())).environment
+    limit, name, settings = 1.0, "", next(iter(configs.values())).environment
     with connection.makefile("rb") as questions:
         for line in questions:
             question = json.loads(line)
             if not episodes:
                 settings = configs[question["part"]].environment
-            limit = settings.episode_seconds if "client" in question else settings.turn_seconds
-            signal.setitimer(signal.ITIMER_REAL, limit)
+            name = "episode_seconds" if "client" in question else "turn_seconds"
+            limit = getattr(settings, name)
             try:
-                reply = _answer(question, environments, episodes)
+                with _within(limit):
+                    reply = _answer(question, environments, episodes)
+            except _Late:
+                reply = {"error": f"a step took {limit:g} s ({name})"}
             except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code raises anything)
                 reply = {"error": user_code.error_line(error)}
-            signal.setitimer(signal.ITIMER_REAL, 0)
             with contextlib.suppress(BrokenPipeError):  # the trainer no longer waits for it
                 connection.sendall(json.dumps(reply).encode() + b"\n")
-    signal.setitimer(signal.ITIMER_REAL, limit)
     if episodes and callable(close := getattr(episodes[0], "close", None)):
-        with contextlib.suppress(Exception, SystemExit):
+        with contextlib.suppress(Exception, SystemExit, _Late), _within(limit):
             close()
 
 
@@ -110,6 +135,7 @@ def main() -> None:
                 try:
                     die_with_parent()
                     os.setsid()  # the programs that it starts are in its process group and can be killed with it
+                    signal.signal(signal.SIGALRM, _raise_late)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an environment may start programs and wait for them
                     control.close()
                     _play(connection, environments, configs)
