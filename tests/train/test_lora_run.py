@@ -58,8 +58,11 @@ def test_an_adapter_is_trained_served_and_exported(tmp_path, flags, start):
     )
     assert done.returncode == 0, done.stderr
 
-    further = start(tmp_path / "further", *flags, f"--config.lora.adapter={adapter}", "--config.max_steps=1")
+    more = (f"--config.lora.adapter={adapter}", "--config.max_steps=1", "--config.optimizer.learning_rate=1e-6")
+    further = start(tmp_path / "further", *flags, *more)
     further.finish()
+    remark = "config.optimizer.learning_rate=1e-06: an adapter (config.lora) wants about ten times the rate"
+    assert remark in further.output() and "wants about ten times" not in run.output()
     assert further.metrics[0]["mismatch"] < 1e-4
     other = start(tmp_path / "other", *flags, f"--config.lora.adapter={adapter}", "--config.lora.alpha=8")
     assert other.wait() == 2 and "lora_alpha is 32.0, config.lora.alpha=8" in other.output().splitlines()[-1]
