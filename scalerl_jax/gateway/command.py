@@ -128,11 +128,9 @@ def model_folder() -> str:
 
     Raises UserError if that cannot be done.
     """
-    checkpoints = os.path.join(FLAGS.model, "checkpoints")
-    if not os.path.isdir(checkpoints):
+    if not os.path.isdir(os.path.join(FLAGS.model, "checkpoints")):
         return FLAGS.model
-    step = max((int(name) for name in os.listdir(checkpoints) if name.isdecimal()), default=0)
-    out = os.path.join(FLAGS.model, "exported", str(step))
+    out = os.path.join(FLAGS.model, "exported", str(files.newest_step(FLAGS.model) or 0))
     if not os.path.isdir(out):
         command = [sys.executable, "-m", "scalerl_jax.export", f"--workdir={FLAGS.model}", f"--out={out}"]
         # A process of its own: this one has no JAX, and leaves the devices to the servers.

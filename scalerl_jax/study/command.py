@@ -29,7 +29,7 @@ from scalerl_jax.run.folder import acquire_lock
 from scalerl_jax.study import members, running
 from scalerl_jax.study.board import FAILED, FINISHED, Board, Task
 from scalerl_jax.study.members import Starts, WarmStart, starts
-from scalerl_jax.study.plan_file import PlanFile, Standing, newest_step, standing
+from scalerl_jax.study.plan_file import PlanFile, Standing, standing
 from scalerl_jax.study.running import Running
 from scalerl_jax.system import files, platforms, signals
 
@@ -117,7 +117,7 @@ class _StudyRun:
             return ""
         self.standings[task.name] = self._standing(task.name)
         if not self.standings[task.name].finished:
-            step = newest_step(task.folder)
+            step = files.newest_step(task.folder)
             if step is None:
                 return "ended without a checkpoint"
             self.plan.ended[task.name] = step

@@ -26,7 +26,7 @@ from scalerl_jax.config_check import ConfigError, leaves
 from scalerl_jax.run import continuing
 from scalerl_jax.run.jsonl import last_row
 from scalerl_jax.study.members import Starts, Study
-from scalerl_jax.system.files import read_object, write_whole
+from scalerl_jax.system.files import newest_step, read_object, write_whole
 
 FILE = "plan.json"
 
@@ -100,16 +100,6 @@ def _refuse(prefix: str, before: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 _MODEL = "model.path"
-
-
-def newest_step(folder: str) -> int | None:
-    """The newest checkpoint's step in a run folder, or None. Same rule as learner/checkpoint.py, without its imports: a
-    checkpoint is named by its step once it is complete."""
-    try:
-        names = os.listdir(os.path.join(folder, "checkpoints"))
-    except FileNotFoundError:
-        return None
-    return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -172,6 +172,16 @@ def plain(value: Any) -> Any:
     return value
 
 
+def newest_step(run: str) -> int | None:
+    """The newest checkpoint's step in a run's folder, or None; without the imports of learner/checkpoint.py, and by its
+    rule: a checkpoint is named by its step once it is complete."""
+    try:
+        names = os.listdir(os.path.join(run, "checkpoints"))
+    except FileNotFoundError:
+        return None
+    return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
 def read_object(path: str) -> dict[str, Any]:
     """The JSON object in a file. Raises ValueError, one line, if it holds none, and OSError."""
     try:
