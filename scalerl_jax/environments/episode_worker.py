@@ -11,7 +11,7 @@
 
 A fork costs milliseconds and shares the memory of the environments. A crash, a leak or a hang of an episode affects
 only its process. A step is interrupted after environment.turn_seconds by clock, and an agent after
-environment.episode_seconds; a second later the process ends if that did nothing, as in compiled code. An episode ends
+environment.episode_seconds; seconds later the process ends if that did nothing, as in compiled code. An episode ends
 when its socket closes, after calling its close() within the same limit. `random` and numpy are seeded alike in all
 episodes of a row.
 """
@@ -38,7 +38,7 @@ from scalerl_jax.environments.score_worker import EnvironmentParts
 from scalerl_jax.environments.tool_calls import read_calls
 from scalerl_jax.environments.worker_process import begin, die_with_parent, ready
 
-_HANGS_SECONDS = 1.0  # until what an alarm does not interrupt is ended
+_HANGS_SECONDS = 5.0  # until what an alarm does not interrupt is ended
 
 
 class _Late(BaseException):

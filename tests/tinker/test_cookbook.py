@@ -18,7 +18,7 @@ VENV = os.environ.get("VENV_TINKER", "")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.long,
-    pytest.mark.timeout(3600),
+    pytest.mark.timeout(7200),
     pytest.mark.skipif(not VENV, reason="tinker-cookbook is not installed: make test-tinker"),
 ]
 LONGEST = 768  # tokens
