@@ -48,16 +48,8 @@ from scalerl_jax.model.head import token_logprobs
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.lora import BASE, Lora, check_base, in_dtype, starts_frozen
 from scalerl_jax.model.sharding import ROWS, row_shards
-from scalerl_jax.objective.losses import (
-    OVER_IDS,
-    SOFT_TARGETS,
-    THRESHOLDS,
-    Compared,
-    Form,
-    form_of,
-    numbers_of,
-    policy_loss,
-)
+from scalerl_jax.objective import losses
+from scalerl_jax.objective.losses import Compared, Form, form_of, numbers_of, policy_loss
 
 REFERENCE = "reference_logprobs"  # of a micro-batch, in addition to its arrays
 IN_FLIGHT = 2  # micro-batches in computation or queued: the device never waits for the next one
@@ -228,12 +220,9 @@ class Trainer:
         return self._logprobs_of(params, hidden=hidden, targets=batch["targets"], **wanted), counts
 
     def _shape_of(self, batch: MicroBatch) -> dict[str, jax.ShapeDtypeStruct]:
-        return {
-            name: jax.ShapeDtypeStruct(
-                (self.rows, self.seq_len, *value.shape[2:]), value.dtype, sharding=self._batch_sharding
-            )
-            for name, value in batch.arrays().items()
-        }
+        struct = functools.partial(jax.ShapeDtypeStruct, sharding=self._batch_sharding)
+        shape = self.rows, self.seq_len
+        return {name: struct((*shape, *array.shape[2:]), array.dtype) for name, array in batch.arrays().items()}
 
     def _program(self, form: Form, batch: dict[str, jax.ShapeDtypeStruct] | None = None) -> _CompiledProgram:
         """Made once for each form and shape of `batch`, compiled at its first use, or by `compile`."""
@@ -242,32 +231,26 @@ class Trainer:
         if key in self._programs:
             return self._programs[key]
         fields = dict(form.fields)
-        with_reference, distill = "reference_kl" in form.on, fields["distill"]
-        compares = distill in OVER_IDS
+        with_reference, compares = "reference_kl" in form.on, fields["distill"] in losses.OVER_IDS
         assert self.layout.reference or not with_reference, "the layout keeps no reference policy"
         assert "teacher_ids" in batch or not compares, "the batch has no ids of a teacher"
 
         def loss_of(params: Params, frozen: Params, batch: dict[str, jax.Array], numbers: Any) -> tuple[Any, Any]:
             ids = batch["teacher_ids"] if compares else None
             (logp, entropy, *others), counts = self._scored(
-                self._policy(params, frozen),
-                batch,
-                entropy=True,
-                entropy_gradient="entropy_bonus" in form.on,
-                ids=ids,
+                self._policy(params, frozen), batch, entropy=True, entropy_gradient="entropy_bonus" in form.on, ids=ids
             )
             compared = Compared(ids, *others, batch["teacher_logprobs"]) if ids is not None else None
             if "thresholds" in batch:
-                numbers = numbers | {
-                    name: batch["thresholds"][..., i] for i, name in enumerate(THRESHOLDS[fields["loss"]])
-                }
+                names = losses.THRESHOLDS[fields["loss"]]
+                numbers = numbers | {name: batch["thresholds"][..., i] for i, name in enumerate(names)}
             total, sums = policy_loss(
                 logp, batch["generator_logprobs"], batch["advantages"], batch["weights"], batch["segment_ids"],
                 form.objective(numbers), reference=batch.get(REFERENCE), entropy=entropy, compared=compared,
             )  # fmt: skip
             sums["entropy"] = jax.lax.stop_gradient(jnp.sum(jnp.where(batch["weights"] > 0, entropy, 0.0)))
             sums["loss"] = jax.lax.stop_gradient(total)
-            if distill == SOFT_TARGETS:
+            if fields["distill"] == losses.SOFT_TARGETS:
                 logp = jnp.concatenate([logp[..., None], *others], axis=-1)
             return total, ({**sums, **counts}, jax.lax.stop_gradient(logp))
 
@@ -278,9 +261,7 @@ class Trainer:
             return (grads, {name: _merged(name, sums[name], parts[name]) for name in sums}), logp
 
         if with_reference:
-            batch[REFERENCE] = jax.ShapeDtypeStruct(
-                (self.rows, self.seq_len), jnp.float32, sharding=self._batch_sharding
-            )
+            batch[REFERENCE] = batch["weights"]
         sums = jax.eval_shape(
             lambda *of: loss_of(*of)[1][0],
             self.abstract_state["params"], self.abstract_frozen, batch, dict.fromkeys(form.on, 1.0),
@@ -472,11 +453,9 @@ class Trainer:
         the policy is unchanged: a batch can be abandoned when time is short.
         """
         batches, places = self.pack(segments, beside)
+        added = add_to.release_gradient() if add_to is not None else None
         grads, sums, scored = self.gradient(
-            batches,
-            objective=objective,
-            grads=add_to.release_gradient() if add_to is not None else None,
-            before_micro_batch=before_micro_batch,
+            batches, objective=objective, grads=added, before_micro_batch=before_micro_batch
         )
         filled = sum(map(positions_of, segments))
         if add_to is not None:
