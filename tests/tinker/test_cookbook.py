@@ -1,6 +1,6 @@
 """Programs of tinker-cookbook, as they are, on scalerl-tinker: `make test-tinker`.
 
-They run in an environment of their own, which VENV_TINKER names; the server runs in this one. About 15 minutes.
+They run in an environment of their own, which VENV_TINKER names; the server runs in this one. About 20 minutes.
 """
 
 import os
