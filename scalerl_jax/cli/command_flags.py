@@ -127,10 +127,7 @@ def _http() -> None:
     """Flags of an HTTP server in front of rollout servers."""
     if "port_file" not in FLAGS:
         flags.DEFINE_string(
-            "model",
-            None,
-            "Hugging Face folder of the model that the servers sample from, or a run's folder.",
-            required=True,
+            "model", None, "Hugging Face folder of the model to sample from, or a run's folder.", required=True
         )
         flags.DEFINE_string(
             "servers", "", "Rollout servers, as host:port,..., file:PATH or dns:///name:port, which is read at the "

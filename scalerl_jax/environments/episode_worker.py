@@ -87,7 +87,7 @@ def _answer(question: Mapping[str, Any], environments: EnvironmentParts, episode
 def _play(connection: socket.socket, environments: EnvironmentParts, configs: Mapping[str, Config]) -> None:
     """Plays an episode until its socket closes."""
     episodes: list[Any] = []
-    limit, name, settings = 1.0, "", next(iter(configs.values())).environment
+    limit, settings = 1.0, next(iter(configs.values())).environment
     with connection.makefile("rb") as questions:
         for line in questions:
             question = json.loads(line)

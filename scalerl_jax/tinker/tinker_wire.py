@@ -154,17 +154,16 @@ def _bounds(where: str, loss: str, low: Any, high: Any) -> tuple[Any, Any]:
 
 def _softened(segment: Segment) -> Segment:
     """A segment of cross_entropy with its loss as that of soft targets."""
-    teacher = segment.teacher or _soft(segment.tokens[1:, None], segment.advantages[1:, None])
+    teacher = segment.teacher or _soft(segment.tokens[1:], segment.advantages[1:])
     assert teacher.top_logprobs is not None
     counted = np.any(teacher.top_logprobs != 0, axis=1).astype(np.float32)
     return dataclasses.replace(segment, teacher=teacher, weights=counted, advantages=np.zeros_like(counted))
 
 
 def _soft(targets: np.ndarray, weights: np.ndarray) -> TeacherScores:
-    """[n, k] each, of the tokens after the first."""
-    first = ((1, 0), (0, 0))
-    ids, weights = np.pad(targets.astype(np.int32), first), np.pad(weights.astype(np.float32), first)
-    return TeacherScores(np.zeros(len(ids), np.float32), ids, weights)
+    """[n, k] or [n] each, of the tokens after the first."""
+    ids, weights = (np.pad(part.reshape(len(part), -1), ((1, 0), (0, 0))) for part in (targets, weights))
+    return TeacherScores(np.zeros(len(ids), np.float32), ids.astype(np.int32), weights.astype(np.float32))
 
 
 def _segment(
@@ -212,7 +211,7 @@ def _segment(
             raise RefusedCall(f"{where}: token ids are from 0 to {vocabulary - 1}")
     teacher = None
     if soft:
-        teacher = _soft(targets, advantages) if count else _soft(targets[:, None], advantages[:, None])
+        teacher = _soft(targets, advantages)
         advantages = np.zeros(len(inputs), np.float32)  # the loss is the teacher's alone
     weights = (advantages != 0).astype(np.float32)
     if loss == "gspo" and "sequence_ratio_mask" in given:

@@ -60,14 +60,20 @@ def series(metrics: Metrics, key: str) -> list[float]:
     return found
 
 
+def ends(metrics: Metrics, key: str, *, quarters: bool) -> tuple[float, float]:
+    """(the first value, the last one). quarters: the means of the first and the last quarter of the steps."""
+    values = series(metrics, key)
+    part = len(values) // 4 if quarters else 1
+    first, last = (sum(some) / part for some in (values[:part], values[-part:]))
+    print(f"{key}: {first:.3f} -> {last:.3f} in {len(values)} steps")
+    return first, last
+
+
 def falls(key: str, *, by: float, quarters: bool = False) -> Callable[[Metrics], None]:
-    """The last value is below the first by at least this factor. quarters: the means of a quarter of the steps are."""
+    """The last value is below the first by at least this factor."""
 
     def check(metrics: Metrics) -> None:
-        values = series(metrics, key)
-        part = len(values) // 4 if quarters else 1
-        first, last = (sum(some) / part for some in (values[:part], values[-part:]))
-        print(f"{key}: {first:.3f} -> {last:.3f} in {len(values)} steps")
+        first, last = ends(metrics, key, quarters=quarters)
         assert last < first / by, f"{key} went from {first:.3f} to {last:.3f}"
 
     return check
@@ -77,10 +83,7 @@ def rises(key: str, *, by: float) -> Callable[[Metrics], None]:
     """The mean of the last quarter of the steps is above that of the first."""
 
     def check(metrics: Metrics) -> None:
-        values = series(metrics, key)
-        part = len(values) // 4
-        first, last = (sum(some) / part for some in (values[:part], values[-part:]))
-        print(f"{key}: {first:.3f} -> {last:.3f} in {len(values)} steps")
+        first, last = ends(metrics, key, quarters=True)
         assert last > first + by, f"{key} went from {first:.3f} to {last:.3f}"
 
     return check
