@@ -303,7 +303,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
                 save(step)
 
         # ---- 5. The model, whole or not at all ---------------------------------------------------------------------
-        if trainer.lora is not None and trainer.lora.has_files:
+        if trainer.lora is not None:
             model, adapter = os.path.abspath(config.sft.model_path), folder.path("adapter")
             trained = trainer.state["params"]
             write_adapter(adapter, trained, trainer.lora, model=model, base=trainer.base, replace=True)

@@ -31,6 +31,7 @@ pays beyond a few devices.
 Legend of shapes: T tokens, E experts, k of a token, M = T k pairs, D width, F columns of an expert.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
+from scalerl_jax.model.lora import LowRank, parted
 from scalerl_jax.model.precision import Precision
 from scalerl_jax.model.remat import PRODUCT
 from scalerl_jax.model.sharding import ROWS, axes_of, spec
@@ -101,21 +103,21 @@ def _at(values: jax.Array, chosen: jax.Array) -> jax.Array:
 
 
 def expert_mlp(
-    x: jax.Array, routing: Routing, gate_up: tuple[jax.Array, ...], down: jax.Array, *, precision: Precision
+    x: jax.Array, routing: Routing, gate_up: tuple[Any, ...], down: Any, *, precision: Precision
 ) -> jax.Array:
     """The output of the experts for x [..., D] in the compute dtype: like x.
 
     Args:
-      gate_up: masters, gate and up [E, F, D] each, or both in one [E, 2F, D].
+      gate_up: masters or LowRanks, gate and up [E, F, D] each, or both in one [E, 2F, D].
       down: [E, D, F].
     """
     tokens = x.reshape(-1, x.shape[-1])
     chosen, weights = (part.reshape(len(tokens), -1) for part in routing[:2])
 
-    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    def product(x: jax.Array, weight: Any) -> jax.Array:
         return checkpoint_name(grouped_product(x, weight, sizes, precision), PRODUCT)
 
-    order, inverse, sizes = _sorted(chosen.reshape(-1), len(down))
+    order, inverse, sizes = _sorted(chosen.reshape(-1), down.shape[0])
     pairs = _to_pairs(tokens, order, inverse)
     if routing.on_input:
         scale = _permute(weights.reshape(-1), order, inverse)[:, None]
@@ -184,12 +186,19 @@ def grouped_product(x: jax.Array, weight: jax.Array, sizes: jax.Array, precision
 def _grouped_backward(precision: Precision, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, weight, sizes = saved
     dx = _rows_times(g, precision.cast(weight), sizes, 1, precision)
-    dw = jax.lax.platform_dependent(
-        g, x, sizes,
-        cpu=functools.partial(_outer_by_blocks, dot=precision.dot, most=BLOCK),
-        default=functools.partial(_outer_by_blocks, dot=precision.dot, most=LARGE_BLOCK),
-    )  # fmt: skip
-    return dx, dw.astype(weight.dtype), None
+
+    def outer(g: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.platform_dependent(
+            g, x, sizes,
+            cpu=functools.partial(_outer_by_blocks, dot=precision.dot, most=BLOCK),
+            default=functools.partial(_outer_by_blocks, dot=precision.dot, most=LARGE_BLOCK),
+        )  # fmt: skip
+
+    if not isinstance(weight, LowRank):
+        return dx, outer(g, x).astype(weight.dtype), None
+    left, right = weight.factors(x.dtype)
+    inner, back = _rows_times(x, right, sizes, 2, precision), _rows_times(g, left, sizes, 1, precision)
+    return dx, weight.cotangent(outer(g, inner), outer(back, x)), None
 
 
 grouped_product.defvjp(
@@ -297,25 +306,27 @@ _KEPT = ("expert", "tensor")
 def sharded_expert_mlp(
     x: jax.Array,
     routing: Routing,
-    weights: Sequence[jax.Array],
+    weights: Sequence[Any],
     dimensions: Sequence[tuple[str, ...]],
     *,
     precision: Precision,
     mesh: Mesh,
 ) -> jax.Array:
-    """As expert_mlp, for x [rows, length, D] and the masters gate, up and down with these dimensions."""
-    specs = [spec(weight.shape, names, mesh) for weight, names in zip(weights, dimensions, strict=True)]
-    cut = [axis for dimension in range(3) for axis in axes_of(specs[0], dimension)]
-    grouped = "expert" in axes_of(specs[0], 0)
+    """As expert_mlp, for x [rows, length, D] and gate, up and down with these dimensions."""
+    wholes = [spec(weight.shape, names, mesh) for weight, names in zip(weights, dimensions, strict=True)]
+    specs = [parted(weight, whole) for weight, whole in zip(weights, wholes, strict=True)]
+    cut = [axis for dimension in range(3) for axis in axes_of(wholes[0], dimension)]
+    grouped = "expert" in axes_of(wholes[0], 0)
     assert grouped or mesh.shape["expert"] == 1, f"{weights[0].shape[0]} experts over {dict(mesh.shape)}"
     tokens = PartitionSpec(ROWS, "context", None)
 
-    def local(x: jax.Array, chosen: jax.Array, scale: jax.Array, *shards: jax.Array) -> jax.Array:
+    def local(x: jax.Array, chosen: jax.Array, scale: jax.Array, *shards: Any) -> jax.Array:
         own = [_whole(shard, part, precision) for shard, part in zip(shards, specs)]
         if grouped:
             x, chosen, scale = (jax.lax.all_gather(part, "expert", axis=0, tiled=True) for part in (x, chosen, scale))
-            here = chosen - jax.lax.axis_index("expert") * len(own[0])
-            chosen = jnp.where((here >= 0) & (here < len(own[0])), here, len(own[0]))
+            count = own[0].shape[0]
+            here = chosen - jax.lax.axis_index("expert") * count
+            chosen = jnp.where((here >= 0) & (here < count), here, count)
         y = expert_mlp(x, Routing(chosen, scale, routing.on_input), tuple(own[:-1]), own[-1], precision=precision)
         # Sums between devices are in float32, as those within one.
         y = y.astype(jnp.float32)
@@ -331,8 +342,12 @@ def sharded_expert_mlp(
     return mapped(x, routing.experts, routing.weights, *weights)
 
 
-def _whole(shard: jax.Array, part: PartitionSpec, precision: Precision) -> jax.Array:
+def _whole(shard: Any, part: Any, precision: Precision) -> Any:
     """The weight, gathered along all axes but those of the sharded products."""
+    if isinstance(shard, LowRank):
+        exact = dataclasses.replace(precision, sync="float32")
+        left, right = _whole(shard.left, part.left, exact), _whole(shard.right, part.right, exact)
+        return LowRank(_whole(jax.lax.stop_gradient(shard.base), part.base, precision), left, right, shard.scale)
     for dimension in range(len(part)):
         for axis in reversed(axes_of(part, dimension)):
             if axis not in _KEPT:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 from scalerl_jax.model import row_blocks
 from scalerl_jax.model.decoder import Params, Precision
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.model.lora import merged
+from scalerl_jax.model.lora import LowRank, parted
 from scalerl_jax.model.precision import rounded as rounded_to
 from scalerl_jax.model.sharding import ROWS, spec
 
@@ -74,25 +74,38 @@ def spread_of(logit: jax.Array, precision: Precision) -> tuple[jax.Array, jax.Ar
     return shifted, jnp.log(jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _logits(hidden: jax.Array, weight: jax.Array, sink: jax.Array, precision: Precision) -> jax.Array:
-    """[..., D], [V, D] in the products' dtype -> [..., V]. The weight's cotangent goes to `sink`, so it is float32."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _logits(hidden: jax.Array, weight: jax.Array, factors: Any, sink: Any, precision: Precision) -> jax.Array:
+    """[..., D], [V, D] in the products' dtype -> [..., V]. The weight's cotangent goes to `sink`, so it is float32.
+    factors: () or an adapter's (left [V, rank], right [rank, D]), whose cotangents go to the two arrays of `sink`."""
     return _product(hidden, weight, precision)
 
 
-def _logits_forward(hidden, weight, sink, precision):
-    return _product(hidden, weight, precision), (hidden, weight)
+def _logits_forward(hidden, weight, factors, sink, precision):
+    return _product(hidden, weight, precision), (hidden, weight, factors)
 
 
 def _logits_backward(precision, saved, g):
-    hidden, weight = saved
+    hidden, weight, factors = saved
     dtype, dot = _operands(precision)
     g, tokens = g.astype(dtype), tuple(range(hidden.ndim - 1))
-    dh = jnp.dot(g, weight, precision=dot, preferred_element_type=jnp.float32)
-    dw = jax.lax.dot_general(
-        g, hidden.astype(dtype), ((tokens, tokens), ((), ())), precision=dot, preferred_element_type=jnp.float32
-    )
-    return dh.astype(hidden.dtype), jnp.zeros_like(weight), dw
+
+    def times(x, matrix):
+        return jnp.dot(x, matrix, precision=dot, preferred_element_type=jnp.float32)
+
+    def outer(g, x):
+        return jax.lax.dot_general(
+            g, x.astype(dtype), ((tokens, tokens), ((), ())), precision=dot, preferred_element_type=jnp.float32
+        )
+
+    if factors:
+        left, right = factors
+        back = times(g, left).astype(dtype)
+        sums = outer(g, times(hidden.astype(dtype), right.T)), outer(back, hidden)
+    else:
+        sums = outer(g, hidden)
+    zeros = jax.tree.map(jnp.zeros_like, (weight, factors))
+    return times(g, weight).astype(hidden.dtype), *zeros, sums
 
 
 _logits.defvjp(_logits_forward, _logits_backward)
@@ -140,7 +153,7 @@ def token_logprobs(
 
     Returns: [rows, length] float32; with `entropy`, another one after it; with `ids`, [rows, length, k] after these.
     """
-    weight = merged(head_weight(params, config))
+    weight = head_weight(params, config)
     scan = functools.partial(
         _scan, precision=precision, chunk=chunk, entropy=entropy, entropy_gradient=entropy_gradient
     )
@@ -150,17 +163,18 @@ def token_logprobs(
     else:
         of_weight = spec(weight.shape, ("vocabulary", "width"), mesh)
         of_rows = PartitionSpec(ROWS, "context")
+        specs = (parted(weight, of_weight), *[of_rows] * len(scanned))
         # Sums over the vocabulary's parts are explicit inside, so that check_vma is not needed.
         logp, nats, *others = jax.shard_map(
             functools.partial(scan, vocabulary=of_weight[0] or (), width=of_weight[1] or ()),
-            mesh=mesh, in_specs=(of_weight, *[of_rows] * len(scanned)), out_specs=of_rows, check_vma=False,
+            mesh=mesh, in_specs=specs, out_specs=of_rows, check_vma=False,
         )(weight, *scanned)  # fmt: skip
     wanted = (logp, nats, *others) if entropy else (logp, *others)
     return wanted if len(wanted) > 1 else logp
 
 
 def _scan(
-    weight: jax.Array,
+    weight: Any,
     hidden: jax.Array,
     targets: jax.Array,
     *ids: jax.Array,
@@ -176,10 +190,19 @@ def _scan(
     rows, length, size = hidden.shape
     chunk = min(chunk, length)
     padding = -length % chunk
-    rounded = precision.cast(jax.lax.stop_gradient(weight), _operands(precision)[0])
-    if width:
-        rounded = jax.lax.all_gather(rounded, width, axis=1, tiled=True)
-    sink = _sink(weight, size, width)
+    dtype, frozen = _operands(precision)[0], jax.lax.stop_gradient(weight)
+
+    def gathered(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, width, axis=1, tiled=True) if width else x
+
+    rounded = gathered(precision.cast(frozen, dtype))
+    factors: Any = ()
+    if isinstance(weight, LowRank):
+        left, right = frozen.factors(dtype)
+        factors = left, gathered(right)
+        sink: Any = _sink(weight.left, left.shape[1], ()), _sink(weight.right, size, width)
+    else:
+        sink = _sink(weight, size, width)
     first = jax.lax.axis_index(vocabulary) * weight.shape[0] if vocabulary else 0
 
     def over_vocabulary(x: jax.Array) -> jax.Array:
@@ -193,7 +216,7 @@ def _scan(
 
     @jax.checkpoint
     def one(hidden: jax.Array, targets: jax.Array, *ids: jax.Array) -> tuple[jax.Array, ...]:
-        logit = _logits(hidden, rounded, sink, precision)
+        logit = _logits(hidden, rounded, factors, sink, precision)
         top = jnp.max(jax.lax.stop_gradient(logit), axis=-1, keepdims=True)
         shifted = logit - (jax.lax.pmax(top, vocabulary) if vocabulary else top)
         exponent = jnp.exp(shifted)

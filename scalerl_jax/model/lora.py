@@ -7,13 +7,13 @@ merged one, which is also what is sent: a generator receives weights, or their c
 
 In a parameter tree a weight with an adapter is a `LowRank`, in the layout of its leaf: a matrix of a layer is [in, out]
 = a b with a [in, rank] and b [rank, out]; experts and tables are [.., out, in] = b a. The gradient of a layer's matrix
-goes through the rank: no dW is computed (decoder.project). That of experts and of the head is the merged weight's,
-projected, one layer at a time.
+goes through the rank: no dW is computed (decoder.project, experts.grouped_product, head._logits).
 """
 
 import dataclasses
 import functools
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -32,6 +32,8 @@ from scalerl_jax.model.sharding import abstract_weight
 from scalerl_jax.model.tensor_layout import layout, rows, sizes
 from scalerl_jax.system import files
 from scalerl_jax.system.files import read_object
+
+_log = logging.getLogger(__name__)
 
 ALL_LINEAR = "all-linear"  # every matrix of the layers except routers
 TABLES = ("embed", "head")
@@ -73,6 +75,14 @@ class LowRank:
             return self.merged().astype(dtype)
         return jax.lax.map(lambda one: one.merged().astype(dtype), self)
 
+    def factors(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """left and right for products of the backward pass, each multiplied by the scale."""
+        return (self.left * self.scale).astype(dtype), (self.right * self.scale).astype(dtype)
+
+    def cotangent(self, left: jax.Array, right: jax.Array) -> "LowRank":
+        """Of the factors, float32; the base has none."""
+        return LowRank(None, left, right, self.scale)  # type: ignore[arg-type]
+
     def _add(self, base: jax.Array, left: jax.Array) -> jax.Array:
         # A single addition, so that no compiler can round it differently elsewhere.
         added = jnp.matmul(left, self.right * self.scale, precision=jax.lax.Precision.HIGHEST)
@@ -82,6 +92,15 @@ class LowRank:
 def merged(weight: Any) -> Any:
     """The merged weight; the weight itself if it has no adapter."""
     return weight.merged() if isinstance(weight, LowRank) else weight
+
+
+def parted(weight: Any, whole: PartitionSpec) -> Any:
+    """The partition `whole` of a weight; of a LowRank, like it, that of each part."""
+    if not isinstance(weight, LowRank):
+        return whole
+    *before, m, n = whole
+    left, right = PartitionSpec(*before, m, None), PartitionSpec(*before, None, n)
+    return LowRank(whole, left, right, weight.scale)  # type: ignore[arg-type]
 
 
 def in_dtype(policy: Mapping[str, Any], dtype: Any) -> Tree:
@@ -125,9 +144,14 @@ class Lora:
         return cls(decoder, rank, alpha, leaves, folder, seed)
 
     @property
-    def has_files(self) -> bool:
-        """Whether PEFT's files can hold it: they have no form for experts stored in one tensor with others."""
-        return not any(row.columns for row in self._rows())
+    def fused(self) -> bool:
+        """Whether it adapts experts that published folders hold in one parameter."""
+        return any(row.columns for row in self._rows())
+
+    def with_experts(self) -> "Lora":
+        """Likewise, and each weight of the experts has an adapter."""
+        own = rows(self.decoder)
+        return dataclasses.replace(self, leaves=tuple(x for x in own if own[x].stored or x in self.leaves))
 
     def adapter(self, mesh: Mesh | None) -> Tree:
         """The trained tree, as ShapeDtypeStructs with shardings: {"layers": {leaf: {"a", "b"}}, "head": ...}."""
@@ -212,29 +236,74 @@ _PREFIX = "base_model.model."
 # Options that would make another function of the same matrices.
 _ONLY = {
     "peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "use_rslora": False, "use_dora": False,
-    "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+    "modules_to_save": None,
 }  # fmt: skip
 
 
-def _places(lora: Lora) -> Iterator[tuple[str, WeightRow, str, tuple[int, ...], bool]]:
-    """For each array in the file: (its name, row, "a" | "b", its place in the leaf, whether it is transposed there)."""
+def _views(tree: Tree, lora: Lora, *, experts: bool) -> dict[str, np.ndarray]:
+    """The arrays of a tree under their names in the file, in the file's form; views. experts: each expert's too."""
+    out = {}
     for name, tensor in layout(lora.decoder).items():
         row = tensor.row
-        if row.leaf not in lora.leaves:
+        if row.leaf not in lora.leaves or (row.stored and not experts):
             continue
-        if row.columns:
-            raise ValueError(f"an adapter of {module(row)} has no form in PEFT's files; export it merged")
-        prefix = _PREFIX + name.removesuffix(row.name) + module(row)
-        layer = () if tensor.layer is None else (tensor.layer,)
-        for expert in range(lora.decoder.experts) if row.stored else [None]:
-            of = prefix if expert is None else prefix.format(expert)
-            place = layer if expert is None else (*layer, expert)
-            if row.leaf == "embed":  # [V, D] = b a there, and (B A)^T in the file
-                yield f"{of}.lora_embedding_A", row, "b", place, True
-                yield f"{of}.lora_embedding_B", row, "a", place, True
-            else:
-                yield f"{of}.lora_A.weight", row, "a", place, row.side == -1
-                yield f"{of}.lora_B.weight", row, "b", place, row.side == -1
+        own = (tree["layers"] if row.layered else tree)[row.leaf]
+        a, b = (own[part] if tensor.layer is None else own[part][tensor.layer] for part in ("a", "b"))
+        of = _PREFIX + name.removesuffix(row.name) + module(row)
+        if row.leaf == "embed":  # [V, D] = b a there, and (B A)^T in the file
+            out |= {f"{of}.lora_embedding_A": b.T, f"{of}.lora_embedding_B": a.T}
+        elif row.stored:
+            for expert in range(lora.decoder.experts):
+                one = of.format(expert)
+                out |= {f"{one}.lora_A.weight": a[expert], f"{one}.lora_B.weight": b[expert]}
+        else:
+            a, b = (a.T, b.T) if row.side == -1 else (a, b)
+            out |= {f"{of}.lora_A.weight": a, f"{of}.lora_B.weight": b}
+    return out
+
+
+def _fused_experts(tree: Tree, lora: Lora) -> Iterator[tuple[str, list[tuple[np.ndarray, np.ndarray]], bool]]:
+    """Experts as transformers 5 holds them, all of a layer in one parameter, gate and up side by side: (its name in the
+    file, the views a [E, rank, in] and b [E, out, rank] of each weight in it, whether it holds them transposed)."""
+    own = [row for row in rows(lora.decoder).values() if row.stored]
+    for layer in range(lora.decoder.layers):
+        for fused in dict.fromkeys(row.fused for row in own):
+            mine = [row for row in own if row.fused == fused]
+            name = f"{_PREFIX}model.layers.{layer}.{fused.rpartition('.')[0]}"
+            leaves = [tree["layers"][row.leaf] for row in mine]
+            views = [(leaf["a"][layer], leaf["b"][layer]) for leaf in leaves]
+            yield name + (".base_layer" if len(mine) > 1 else ""), views, mine[0].columns is not None
+
+
+def _fuse(parts: list[tuple[np.ndarray, np.ndarray]], transposed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """PEFT's A [E rank, in] and B [out, rank E] of one parameter; with several weights in it, the rank is their ranks'
+    sum, and each B has its own block."""
+    (experts, out, rank), count = parts[0][1].shape, len(parts)
+    a = np.concatenate([a for a, _ in parts], axis=1)
+    b = np.zeros((experts, count * out, count * rank), np.float32)
+    for i, (_, block) in enumerate(parts):
+        b[:, i * out : (i + 1) * out, i * rank : (i + 1) * rank] = block
+    if transposed:
+        a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
+    return a.reshape(-1, a.shape[2]), b.transpose(1, 2, 0).reshape(b.shape[1], -1)
+
+
+def _split(a: np.ndarray, b: np.ndarray, parts: list[tuple[np.ndarray, np.ndarray]], transposed: bool) -> bool:
+    """Undoes `_fuse`, into `parts`. Returns whether nothing was outside of the blocks."""
+    (experts, out, rank), count = parts[0][1].shape, len(parts)
+    a, b = a.reshape(experts, count * rank, -1), b.reshape(-1, count * rank, experts).transpose(2, 0, 1)
+    if transposed:
+        a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
+    for i, (own_a, own_b) in enumerate(parts):
+        own_a[...] = a[:, i * rank : (i + 1) * rank]
+        own_b[...] = b[:, i * out : (i + 1) * out, i * rank : (i + 1) * rank]
+    return np.count_nonzero(b) == sum(np.count_nonzero(own_b) for _, own_b in parts)
+
+
+def _patterns(lora: Lora, fused: bool) -> dict[str, dict[str, float]]:
+    """PEFT's exceptions from `r` and `lora_alpha`: two weights in one parameter have twice of both."""
+    twice = {"rank_pattern": 2 * lora.rank, "alpha_pattern": 2 * lora.alpha}
+    return {key: {r".*\.gate_up_proj": value} if fused else {} for key, value in twice.items()}
 
 
 def write_adapter(
@@ -243,22 +312,27 @@ def write_adapter(
     """Makes the folder `out`, whole or not at all, which PEFT loads.
 
     model: the folder of the frozen policy. base: fingerprint of its parameters.
-    Raises ValueError if `out` exists (and is not to be replaced), and for experts stored in one tensor with others.
+    Raises ValueError if `out` exists (and is not to be replaced).
     """
     if os.path.exists(out) and not replace:
         raise ValueError(f"{out}: exists already")
-    tensors = {}
-    for name, row, part, place, turned in _places(lora):
-        leaf = np.asarray((adapter["layers"] if row.layered else adapter)[row.leaf][part])[place]
-        tensors[name] = np.ascontiguousarray(leaf.T if turned else leaf)
-    own = rows(lora.decoder)
+    tree: Tree = jax.tree.map(np.asarray, dict(adapter))
+    tensors, own = _views(tree, lora, experts=not lora.fused), rows(lora.decoder)
+    if lora.fused:
+        whole = jax.tree.map(lambda struct: np.zeros(struct.shape, np.float32), lora.with_experts().adapter(None))
+        whole["layers"] |= tree["layers"]
+        for name, parts, transposed in _fused_experts(whole, lora):
+            tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = _fuse(parts, transposed)
+    modules = {module(own[leaf]) for leaf in lora.leaves if not own[leaf].columns}
     config = {
-        **_ONLY, "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0,
-        "base_model_name_or_path": model, "inference_mode": True, "init_lora_weights": True,
-        "target_modules": sorted({module(own[leaf]).rpartition(".")[2] for leaf in lora.leaves}),
+        **_ONLY, **_patterns(lora, lora.fused), "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0, "base_model_name_or_path": model, "inference_mode": True, "init_lora_weights": True,
+        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
+        "target_parameters": sorted({module(row) for row in own.values() if row.columns}) if lora.fused else None,
     }  # fmt: skip
     with files.whole_folder(os.path.abspath(out), replace=replace) as folder:
-        save_file(tensors, os.path.join(folder, _WEIGHTS), metadata={"format": "pt", BASE: base})
+        arrays = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+        save_file(arrays, os.path.join(folder, _WEIGHTS), metadata={"format": "pt", BASE: base})
         with open(os.path.join(folder, _CONFIG), "w") as file:
             file.write(json.dumps(config, indent=2) + "\n")
 
@@ -274,30 +348,43 @@ def read_adapter(path: str, lora: Lora, mesh: Mesh | None = None, *, base: str =
         config = read_object(about)
         with safe_open(weights, "np") as file:
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-            of = (file.metadata() or {}).get(BASE, base)
+            of = (file.metadata() or {}).get(BASE)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"config.lora.adapter={path}: {getattr(error, 'strerror', None) or error}") from error
-    if base:
+    if of is None:
+        named = config.get("base_model_name_or_path")
+        _log.warning("config.lora.adapter=%s: does not prove for which policy it was made; it names %s", path, named)
+    elif base:
         check_base(f"config.lora.adapter={path}", of, base)
-    for key, wanted in {**_ONLY, "r": lora.rank, "lora_alpha": lora.alpha}.items():
+    fused = any(".experts.lora_" in name or ".experts.base_layer." in name for name in tensors)
+    for key, wanted in {**_ONLY, **_patterns(lora, fused), "r": lora.rank, "lora_alpha": lora.alpha}.items():
         if (found := config.get(key, wanted)) != wanted and (found or wanted):
             asked = {"r": "config.lora.rank", "lora_alpha": "config.lora.alpha"}.get(key)
             raise ValueError(f"{about}: {key} is {found!r}, " + (f"{asked}={wanted:g}" if asked else f"not {wanted!r}"))
-    like = lora.adapter(mesh)
-    out = jax.tree.map(lambda struct: np.empty(struct.shape, np.float32), like)
-    for name, row, part, place, turned in _places(lora):
+
+    def take(name: str, like: np.ndarray) -> np.ndarray:
         if name not in tensors:
             raise ValueError(f"config.lora.targets: {weights} has no {name}")
-        leaf = (out["layers"] if row.layered else out)[row.leaf][part]
-        value = tensors.pop(name)
-        value = value.T if turned else value
-        if value.shape != leaf[place].shape:
+        if (value := tensors.pop(name)).shape != like.shape:
             raise ValueError(f"{weights}: {name} does not fit this model")
-        leaf[place] = value
+        return value
+
+    form = lora.with_experts() if fused else lora
+    out = jax.tree.map(lambda struct: np.empty(struct.shape, np.float32), form.adapter(None))
+    for name, view in _views(out, form, experts=not fused).items():
+        view[...] = take(name, view)
+    for name, parts, transposed in _fused_experts(out, lora) if fused else ():
+        pair = zip((f"{name}.lora_A.weight", f"{name}.lora_B.weight"), _fuse(parts, transposed), strict=True)
+        if not _split(*(take(*one) for one in pair), parts, transposed):
+            raise ValueError(f"{weights}: {name} adapts gate and up together, and here each has its own adapter")
+    for leaf in set(form.leaves) - set(lora.leaves):
+        if np.any(out["layers"].pop(leaf)["b"]):
+            raise ValueError(f"config.lora.targets: {weights} has {module(rows(lora.decoder)[leaf])} too")
     if tensors:
         raise ValueError(f"config.lora.targets: {weights} has {min(tensors)} too")
     if mesh is None:
         return out
     return jax.tree.map(
-        lambda struct, value: jax.make_array_from_callback(struct.shape, struct.sharding, value.__getitem__), like, out
-    )
+        lambda struct, value: jax.make_array_from_callback(struct.shape, struct.sharding, value.__getitem__),
+        lora.adapter(mesh), out,
+    )  # fmt: skip
