@@ -377,7 +377,7 @@ def read_adapter(path: str, lora: Lora, mesh: Mesh | None = None, *, base: str =
         pair = zip((f"{name}.lora_A.weight", f"{name}.lora_B.weight"), _fuse(parts, transposed), strict=True)
         if not _split(*(take(*one) for one in pair), parts, transposed):
             raise ValueError(f"{weights}: {name} adapts gate and up together, and here each has its own adapter")
-    for leaf in set(form.leaves) - set(lora.leaves):
+    for leaf in [leaf for leaf in form.leaves if leaf not in lora.leaves]:
         if np.any(out["layers"].pop(leaf)["b"]):
             raise ValueError(f"config.lora.targets: {weights} has {module(rows(lora.decoder)[leaf])} too")
     if tensors:

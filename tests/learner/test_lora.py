@@ -5,22 +5,25 @@ About 5 CPU seconds, and as many of slow tests.
 
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
+from safetensors.numpy import load_file, save_file
 
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.learner.digests import fingerprint
 from scalerl_jax.learner.memory_estimate import needs_of
 from scalerl_jax.learner.packing import plain
 from scalerl_jax.learner.trainer import Layout, Trainer
-from scalerl_jax.model import Precision
+from scalerl_jax.model import Precision, forward, token_logprobs
 from scalerl_jax.model.hf import to_hf
-from scalerl_jax.model.lora import Lora, read_adapter, write_adapter
+from scalerl_jax.model.lora import Lora, LowRank, read_adapter, write_adapter
 from tests.learner.segments import make_segments
 from tests.support.models import toy_decoder
 from tests.support.params import params_of
@@ -28,6 +31,7 @@ from tests.support.trainers import trainer_of, update
 
 DECODER = toy_decoder(family="qwen3")
 MOE = toy_decoder(family="qwen3_moe")
+LLAMA4 = toy_decoder(family="llama4_text")
 LAYOUT = Layout(seq_len=48, rows=2, logprob_chunk=16)
 SEGMENTS = make_segments((30, 17, 9, 9, 21), vocabulary=DECODER.vocab_size)
 BFLOAT16 = Precision(sync="bfloat16")
@@ -81,6 +85,36 @@ def _tree(tensors: Any) -> Any:
     return from_hf({name: value.astype(np.float32) for name, value in tensors.items()}, DECODER)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama4_text"])
+def test_no_gradient_has_the_shape_of_a_weight(family: str) -> None:
+    """Whatever has one is a product over the rank: the merged weight."""
+    decoder, rank = toy_decoder(family=family), 3
+    own = lora(rank=rank, decoder=decoder)
+    tokens = np.zeros((1, 5), np.int32)  # no weight has a dimension of 5, nor of its pairs with experts
+
+    def loss(adapter: Any) -> jax.Array:
+        params = own.join(adapter, frozen)
+        hidden = forward(params, decoder, tokens, tokens, tokens + 1)
+        return jnp.sum(token_logprobs(params, decoder, hidden, tokens))
+
+    frozen, adapter = params_of(decoder), own.new()
+    whole = jax.tree.leaves(own.join(adapter, frozen), is_leaf=lambda node: isinstance(node, LowRank))
+    weights = {weight.shape[-2:] for weight in whole if isinstance(weight, LowRank)}
+    over = [
+        one.invars[0].aval.shape[one.params["dimension_numbers"][0][0][0]]
+        for one in equations(jax.make_jaxpr(jax.grad(loss))(adapter).jaxpr)
+        if one.primitive is jax.lax.dot_general_p and one.outvars[0].aval.shape[-2:] in weights
+    ]
+    assert over and set(over) == {rank}
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    for one in jaxpr.eqns:
+        yield one
+        for inner in jaxprs_in_params(one.params):
+            yield from equations(inner)
+
+
 def test_memory_is_that_of_the_adapter_and_one_rounded_policy() -> None:
     trainer, whole = adapted(rank=1, targets="q_proj"), trainer_of(DECODER, LAYOUT, precision=BFLOAT16)
     own, all_of_it = needs_of(trainer), needs_of(whole)
@@ -119,11 +153,16 @@ def test_the_reference_of_a_new_adapter_is_the_frozen_policy(tmp_path: pathlib.P
 
 
 def test_an_adapter_is_written_as_peft_has_it_and_read_again(tmp_path: pathlib.Path) -> None:
-    for decoder, targets in ((DECODER, "all-linear,lm_head,embed_tokens"), (MOE, "all-linear,mlp.gate")):
+    for decoder, targets in (
+        (DECODER, "all-linear,lm_head,embed_tokens"),
+        (MOE, "all-linear,mlp.gate"),
+        (LLAMA4, "all-linear,router"),
+        (LLAMA4, "experts.gate_up_proj"),
+    ):
         own = lora(decoder=decoder, targets=targets)
         rng = np.random.default_rng(0)
         adapter = jax.tree.map(lambda p, rng=rng: rng.normal(size=p.shape).astype(np.float32), own.adapter(None))
-        out = str(tmp_path / decoder.family)
+        out = str(tmp_path / f"{decoder.family}-{len(own.leaves)}")
         write_adapter(out, adapter, own, model="base", base="abc")
         found = read_adapter(out, own, base="abc")
         assert all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (found, adapter)), strict=True))
@@ -131,6 +170,35 @@ def test_an_adapter_is_written_as_peft_has_it_and_read_again(tmp_path: pathlib.P
             read_adapter(out, own, base="another")
         with pytest.raises(ValueError, match="exists already"):
             write_adapter(out, adapter, own, model="base", base="abc")
+
+
+def test_experts_in_one_parameter_are_read_if_gate_and_up_are_apart_in_it(tmp_path: pathlib.Path) -> None:
+    own, out = lora(decoder=LLAMA4, targets="all-linear"), tmp_path / "adapter"
+    adapter = jax.tree.map(lambda p: np.ones(p.shape, np.float32), own.adapter(None))
+    write_adapter(str(out), adapter, own, model="base", base="abc")
+    path = str(out / "adapter_model.safetensors")
+    tensors = load_file(path)
+    name = min(name for name in tensors if name.endswith("experts.base_layer.lora_A.weight"))
+    assert np.count_nonzero(tensors[name]) == tensors[name].size / 2  # there it has gate's and up's B
+    tensors[name][:] = 1
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=r"experts.base_layer adapts gate and up together, and here each has its own"):
+        read_adapter(str(out), own)
+    write_adapter(str(out), adapter, own, model="base", base="abc", replace=True)
+    others = "self_attn.q_proj,k_proj,v_proj,o_proj,shared_expert.gate_proj,up_proj,shared_expert.down_proj"
+    with pytest.raises(ValueError, match=r"^config.lora.targets: \S+ has feed_forward.experts.gate_up_proj too$"):
+        read_adapter(str(out), lora(decoder=LLAMA4, targets=f"{others},experts.down_proj"))
+
+
+def test_a_folder_that_names_no_policy_is_believed_with_a_line(tmp_path: pathlib.Path, caplog: Any) -> None:
+    own, out = lora(targets="q_proj"), tmp_path / "adapter"
+    write_adapter(str(out), jax.device_get(own.new()), own, model="models/base", base="abc")
+    path = str(out / "adapter_model.safetensors")
+    save_file(load_file(path), path)  # as PEFT writes it
+    read_adapter(str(out), own, base="another")
+    assert caplog.messages == [
+        f"config.lora.adapter={out}: does not prove for which policy it was made; it names models/base"
+    ]
 
 
 def change(**values: Any) -> Callable[[pathlib.Path], None]:
