@@ -7,13 +7,15 @@
                                         anything but the probe
         liar.probe = serve              likewise, to the probe
         liar.push = receive             async def receive(context, honest)
-        liar.score = change             a function of each ScoreReply of ScoreMany, and of its request
+        liar.score = change             a function of each ScoreReply of ScoreMany, and of its request; what it
+                                        returns is sent, awaited first if that is possible
 
 The functions run on the liar's own event loop, in its thread.
 """
 
 import asyncio
 import collections
+import inspect
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -115,6 +117,8 @@ class Liar:
             async for request in requests:
                 self.calls["scored"] += 1
                 said = self.score(await self.service.Score(request, context), request)
+                if inspect.isawaitable(said):
+                    said = await said
                 if isinstance(said, tuple):
                     await context.abort(*said)
                 yield said

@@ -68,8 +68,14 @@ class Asked:
         return str(eventually(lambda: self.thread._failure))
 
 
-def make(*liars: Liar, form: str = "sampled", observe=lambda status, from_here: None, **wheres: Where) -> Teachers:
-    made = config(objective_distill=form, distill_k=K, distill_seconds=SECONDS, fleet_discovery_seconds=0.05)
+def make(
+    *liars: Liar,
+    form: str = "sampled",
+    seconds: float = SECONDS,
+    observe=lambda status, from_here: None,
+    **wheres: Where,
+) -> Teachers:
+    made = config(objective_distill=form, distill_k=K, distill_seconds=seconds, fleet_discovery_seconds=0.05)
     where = wheres or {"tutor": Where(tuple(liar.address for liar in liars))}
     made.distill.teachers = dict.fromkeys(where, "here")
     made.distill.column = "tutor" if len(where) > 1 else ""
@@ -210,6 +216,20 @@ def test_a_server_that_fails_is_left_to_the_others(liar, second, monkeypatch):
         for one, (scores,) in zip(said, ask(row(1), *said), strict=True):
             np.testing.assert_allclose(scores.logprobs, truth(row(1), one), atol=1e-6)
         assert ask.teachers.drain()["tutor"]["sent_away"] == 0 and ask.thread._failure is None
+
+
+def test_a_server_that_answers_too_late_is_left_to_the_others(liar, second, monkeypatch, caplog):
+    monkeypatch.setattr(teacher_server, "PAUSE_SECONDS", 0.01)
+    with asking(liar, second, seconds=0.5) as ask:
+        ask(row(0), completion(0))
+        eventually(lambda: ask.admitted() == 2)
+        second.score = lambda reply, _: asyncio.sleep(10 * SECONDS)
+        said = [completion(seed) for seed in range(1, 40)]
+        for one, (scores,) in zip(said, ask(row(1), *said), strict=True):
+            np.testing.assert_allclose(scores.logprobs, truth(row(1), one), atol=1e-6)
+        line = f"teacher tutor, server {second.address}: it scored no sequence in 0.5 s (config.distill.seconds); "
+        assert any(message.startswith(line) for message in caplog.messages)
+        assert ask.teachers.drain()["tutor"]["asked_again"] > 0 and ask.thread._failure is None
 
 
 def test_a_server_that_is_gone_is_waited_for_and_another_one_found(caplog):
