@@ -1,14 +1,15 @@
 """scalerl-export: writes the policy of a run as a Hugging Face folder, which transformers and vLLM load.
 
-    scalerl-export --workdir=runs/quickstart --out=exported [--dtype=float32|bfloat16] [--model=DIR] [--adapter]
+    scalerl-export --workdir=runs/quickstart --out=exported [--dtype=float32|bfloat16] [--model=DIR]
+        [--merge|--adapter]
 
 Only the parameters are read, from the newest complete checkpoint; a running trainer is not disturbed. The weights are
 written in the dtype that the generators sample with (config.model.sync_dtype), so the folder is the policy that was
 trained and evaluated, unless --dtype says otherwise. The tokenizer is that of the model the run started from; --model
 says where that is, if it has moved.
 
-For a run with an adapter (config.lora) the folder is the merged policy; with --adapter it is the adapter alone, in
-float32 and in PEFT's form.
+For a run with an adapter (config.lora) the folder is the merged policy, which --merge only states; with --adapter it is
+the adapter alone, in float32 and in PEFT's form.
 """
 
 import os
@@ -20,18 +21,24 @@ from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.system import platforms
 
 
-def export(*, workdir: str, out: str, dtype: str = "", model: str = "", adapter: bool = False) -> int:
+def export(
+    *, workdir: str, out: str, dtype: str = "", model: str = "", adapter: bool = False, merge: bool = False
+) -> int:
     """Writes the folder `out`, whole or not at all; returns the step of the checkpoint it holds.
 
-    dtype "": the run's sync dtype; model "": the run's config.model.path; adapter: without the policy that it adapts.
+    dtype "": the run's sync dtype; model "": the run's config.model.path; adapter: without the policy that it adapts;
+    merge: only if there is one.
     Raises entry.UserError, one line, if something is missing or unreadable, or if `out` exists.
     """
     if os.path.exists(out):
         raise entry.UserError(f"--out={out}: exists already")
     entry.check_out("--out", out)
     config = entry.config_of_run(workdir)
-    if adapter and not config.lora.rank:
-        raise entry.UserError(f"--adapter: the run in {workdir} has none, config.lora.rank is 0")
+    if merge and adapter:
+        raise entry.UserError("--merge: makes another folder than --adapter: give one of the two")
+    if (merge or adapter) and not config.lora.rank:
+        asked = "--adapter" if adapter else "--merge"
+        raise entry.UserError(f"{asked}: the run in {workdir} has no adapter, config.lora.rank is 0")
     with entry.user_mistakes():
         model = model or (config.sft.model_path if config.lora.rank else "") or config.model.path
         if not model:
@@ -72,7 +79,12 @@ def run() -> None:
 def _main(_: list[str]) -> None:
     values = flags.FLAGS
     step = export(
-        workdir=values.workdir, out=values.out, dtype=values.dtype, model=values.model, adapter=values.adapter
+        workdir=values.workdir,
+        out=values.out,
+        dtype=values.dtype,
+        model=values.model,
+        adapter=values.adapter,
+        merge=values.merge,
     )
     print(f"{values.out}: the {'adapter' if values.adapter else 'policy'} after {step} batches")
 

@@ -89,6 +89,7 @@ def export() -> None:
             "adapter", False, "Write the adapter of a run with config.lora in PEFT's form, instead of the merged "
             "policy.",
         )  # fmt: skip
+        flags.DEFINE_bool("merge", False, "Write the merged policy of a run with config.lora, as without --adapter.")
 
 
 def watch() -> None:

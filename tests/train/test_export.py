@@ -212,6 +212,8 @@ def test_mistakes_are_one_line(tmp_path, runs, tokenizer_dir):
         ({"out": tokenizer_dir}, "exists already"),
         ({"model": str(tmp_path / "gone")}, "--model says where it is"),
         ({"model": tokenizer_dir}, "no config.json there"),
+        ({"merge": True}, "^--merge: the run in .* has no adapter, config.lora.rank is 0$"),
+        ({"merge": True, "adapter": True}, "^--merge: makes another folder than --adapter: give one of the two$"),
     ):
         with pytest.raises(entry.UserError, match=message) as caught:
             export(**{"workdir": workdir, "out": out, **arguments})

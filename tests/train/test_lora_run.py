@@ -37,7 +37,7 @@ def test_an_adapter_is_trained_served_and_exported(tmp_path, flags, start):
     assert any(row["gradient_norm"] > 0 for row in rows)
 
     merged, adapter = str(tmp_path / "merged"), str(tmp_path / "adapter")
-    for out, more in ((merged, []), (adapter, ["--adapter"])):
+    for out, more in ((merged, ["--merge"]), (adapter, ["--adapter"])):
         done = run_command("scalerl_jax.export", f"--workdir={run.workdir}", f"--out={out}", *more)
         assert done.returncode == 0, done.stderr
     decoder, frozen = load_hf(model, dtype="bfloat16")
