@@ -19,19 +19,16 @@ import numpy as np
 from scalerl_jax.model.decoder import param_shardings
 from scalerl_jax.model.lora import Lora, in_dtype
 from scalerl_jax.model.sharding import make_mesh
+from tests.learner import mesh_program
+from tests.model import family_meshes
 from tests.model.family_meshes import loss_of
 from tests.support.families import decoder
 from tests.support.models import toy_decoder
 from tests.support.params import params_of, relative
 
-MESHES: tuple[dict[str, int] | None, ...] = (
-    None,
-    {"fsdp": 8},
-    {"fsdp": 4, "tensor": 2},
-    {"replica": 2, "fsdp": 2, "tensor": 2},
-    {"fsdp": 4, "expert": 2},
-    {"fsdp": 2, "context": 2, "tensor": 2},
-)
+MESHES: list[dict[str, int] | None] = [None, *mesh_program.MESHES.values()]  # and those of the families
+MESHES += [mesh for mesh in family_meshes.MESHES if mesh not in MESHES]
+MESHES.remove({"fsdp": 1})
 
 
 def lora_of(config: Any, targets: str) -> Lora:
