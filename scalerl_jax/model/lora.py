@@ -12,6 +12,7 @@ goes through the rank: no dW is computed (decoder.project, experts.grouped_produ
 
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import math
@@ -148,11 +149,6 @@ class Lora:
         """Whether it adapts experts that published folders hold in one parameter."""
         return any(row.columns for row in self._rows())
 
-    def with_experts(self) -> "Lora":
-        """Likewise, and each weight of the experts has an adapter."""
-        own = rows(self.decoder)
-        return dataclasses.replace(self, leaves=tuple(x for x in own if own[x].stored or x in self.leaves))
-
     def adapter(self, mesh: Mesh | None) -> Tree:
         """The trained tree, as ShapeDtypeStructs with shardings: {"layers": {leaf: {"a", "b"}}, "head": ...}."""
         size, tree = sizes(self.decoder) | {"rank": self.rank}, {"layers": {}}
@@ -262,42 +258,29 @@ def _views(tree: Tree, lora: Lora, *, experts: bool) -> dict[str, np.ndarray]:
     return out
 
 
-def _fused_experts(tree: Tree, lora: Lora) -> Iterator[tuple[str, list[tuple[np.ndarray, np.ndarray]], bool]]:
-    """Experts as transformers 5 holds them, all of a layer in one parameter, gate and up side by side: (its name in the
-    file, the views a [E, rank, in] and b [E, out, rank] of each weight in it, whether it holds them transposed)."""
+def _fused_arrays(tree: Tree, lora: Lora) -> tuple[dict[str, np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
+    """Experts as transformers 5 holds them, all of a layer in one parameter, gate and up side by side.
+
+    Returns zeros in the file's form, A [E rank, in] and B [out, rank E], and views (of the tree, of its place in them).
+    Two weights in a parameter have twice the rank, and each its own block of B.
+    """
+    out, pairs, size = dict[str, np.ndarray](), [], sizes(lora.decoder)
     own = [row for row in rows(lora.decoder).values() if row.stored]
-    for layer in range(lora.decoder.layers):
-        for fused in dict.fromkeys(row.fused for row in own):
-            mine = [row for row in own if row.fused == fused]
-            name = f"{_PREFIX}model.layers.{layer}.{fused.rpartition('.')[0]}"
-            leaves = [tree["layers"][row.leaf] for row in mine]
-            views = [(leaf["a"][layer], leaf["b"][layer]) for leaf in leaves]
-            yield name + (".base_layer" if len(mine) > 1 else ""), views, mine[0].columns is not None
-
-
-def _fuse(parts: list[tuple[np.ndarray, np.ndarray]], transposed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """PEFT's A [E rank, in] and B [out, rank E] of one parameter; with several weights in it, the rank is their ranks'
-    sum, and each B has its own block."""
-    (experts, out, rank), count = parts[0][1].shape, len(parts)
-    a = np.concatenate([a for a, _ in parts], axis=1)
-    b = np.zeros((experts, count * out, count * rank), np.float32)
-    for i, (_, block) in enumerate(parts):
-        b[:, i * out : (i + 1) * out, i * rank : (i + 1) * rank] = block
-    if transposed:
-        a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
-    return a.reshape(-1, a.shape[2]), b.transpose(1, 2, 0).reshape(b.shape[1], -1)
-
-
-def _split(a: np.ndarray, b: np.ndarray, parts: list[tuple[np.ndarray, np.ndarray]], transposed: bool) -> bool:
-    """Undoes `_fuse`, into `parts`. Returns whether nothing was outside of the blocks."""
-    (experts, out, rank), count = parts[0][1].shape, len(parts)
-    a, b = a.reshape(experts, count * rank, -1), b.reshape(-1, count * rank, experts).transpose(2, 0, 1)
-    if transposed:
-        a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
-    for i, (own_a, own_b) in enumerate(parts):
-        own_a[...] = a[:, i * rank : (i + 1) * rank]
-        own_b[...] = b[:, i * out : (i + 1) * out, i * rank : (i + 1) * rank]
-    return np.count_nonzero(b) == sum(np.count_nonzero(own_b) for _, own_b in parts)
+    for layer, fused in itertools.product(range(lora.decoder.layers), dict.fromkeys(row.fused for row in own)):
+        mine = [row for row in own if row.fused == fused]
+        experts, m, n = (size[dimension] for dimension in mine[0].dimensions)
+        rank, x, y = lora.rank * len(mine), n, m * len(mine)
+        x, y = (y, x) if mine[0].columns else (x, y)  # the parameter is transposed
+        of = f"{_PREFIX}model.layers.{layer}.{fused.rpartition('.')[0]}" + (".base_layer" if len(mine) > 1 else "")
+        a = out[f"{of}.lora_A.weight"] = np.zeros((experts * rank, x), np.float32)
+        b = out[f"{of}.lora_B.weight"] = np.zeros((y, rank * experts), np.float32)
+        a, b = a.reshape(experts, rank, x), b.reshape(y, rank, experts).transpose(2, 0, 1)
+        a, b = (b.swapaxes(1, 2), a.swapaxes(1, 2)) if mine[0].columns else (a, b)
+        for i, row in enumerate(mine):
+            if row.leaf in lora.leaves:
+                leaf, ranks = tree["layers"][row.leaf], slice(i * lora.rank, (i + 1) * lora.rank)
+                pairs += [(leaf["a"][layer], a[:, ranks]), (leaf["b"][layer], b[:, i * m : (i + 1) * m, ranks])]
+    return out, pairs
 
 
 def _patterns(lora: Lora, fused: bool) -> dict[str, dict[str, float]]:
@@ -319,10 +302,10 @@ def write_adapter(
     tree: Tree = jax.tree.map(np.asarray, dict(adapter))
     tensors, own = _views(tree, lora, experts=not lora.fused), rows(lora.decoder)
     if lora.fused:
-        whole = jax.tree.map(lambda struct: np.zeros(struct.shape, np.float32), lora.with_experts().adapter(None))
-        whole["layers"] |= tree["layers"]
-        for name, parts, transposed in _fused_experts(whole, lora):
-            tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = _fuse(parts, transposed)
+        fused, pairs = _fused_arrays(tree, lora)
+        for ours, place in pairs:
+            place[...] = ours
+        tensors |= fused
     modules = {module(own[leaf]) for leaf in lora.leaves if not own[leaf].columns}
     config = {
         **_ONLY, **_patterns(lora, lora.fused), "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha,
@@ -369,17 +352,15 @@ def read_adapter(path: str, lora: Lora, mesh: Mesh | None = None, *, base: str =
             raise ValueError(f"{weights}: {name} does not fit this model")
         return value
 
-    form = lora.with_experts() if fused else lora
-    out = jax.tree.map(lambda struct: np.empty(struct.shape, np.float32), form.adapter(None))
-    for name, view in _views(out, form, experts=not fused).items():
+    out = jax.tree.map(lambda struct: np.empty(struct.shape, np.float32), lora.adapter(None))
+    joint, pairs = _fused_arrays(out, lora) if fused else ({}, [])
+    for name, view in {**_views(out, lora, experts=not fused), **joint}.items():
         view[...] = take(name, view)
-    for name, parts, transposed in _fused_experts(out, lora) if fused else ():
-        pair = zip((f"{name}.lora_A.weight", f"{name}.lora_B.weight"), _fuse(parts, transposed), strict=True)
-        if not _split(*(take(*one) for one in pair), parts, transposed):
-            raise ValueError(f"{weights}: {name} adapts gate and up together, and here each has its own adapter")
-    for leaf in [leaf for leaf in form.leaves if leaf not in lora.leaves]:
-        if np.any(out["layers"].pop(leaf)["b"]):
-            raise ValueError(f"config.lora.targets: {weights} has {module(rows(lora.decoder)[leaf])} too")
+    for ours, place in pairs:
+        ours[...], place[...] = place, 0
+    for name, rest in joint.items():
+        if np.any(rest):
+            raise ValueError(f"config.lora.targets: {name} in {weights} is not one adapter for each of them")
     if tensors:
         raise ValueError(f"config.lora.targets: {weights} has {min(tensors)} too")
     if mesh is None:
