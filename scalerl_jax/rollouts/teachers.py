@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import hashlib
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -30,7 +29,7 @@ import grpc
 import numpy as np
 
 from scalerl_jax.config import Config
-from scalerl_jax.contract import codec, peer_text, security
+from scalerl_jax.contract import codec, peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import TeacherScores
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
@@ -38,7 +37,7 @@ from scalerl_jax.environments import Row
 from scalerl_jax.learner.batch import prompt_of
 from scalerl_jax.rollouts.loop_thread import LoopThread, on_loop, watched
 from scalerl_jax.rollouts.servers.client import ServerClient
-from scalerl_jax.rollouts.servers.discovery import Discovery, Relisting, read_credentials
+from scalerl_jax.rollouts.servers.discovery import ListedServers, relist
 from scalerl_jax.rollouts.servers.teacher_server import (
     OTHER_TOKENIZER,
     PAUSE_SECONDS,
@@ -59,13 +58,10 @@ TRIES = 16  # of one sequence: one that crashes servers must not crash them all 
 
 
 @dataclasses.dataclass(frozen=True)
-class Where:
+class Where(ListedServers):
     """Where a teacher's servers are."""
 
-    addresses: tuple[str, ...] = ()
-    resolve: Callable[[], Sequence[str]] | None = None  # those listed now; None: they never change
     folder: str = ""  # of a model for local servers to serve; their addresses are known once they have started
-    credentials: security.Credentials = security.PLAIN
 
 
 def where_of(config: Config, rows: Sequence[Row], expected: Expected) -> dict[str, Where]:
@@ -80,9 +76,7 @@ def where_of(config: Config, rows: Sequence[Row], expected: Expected) -> dict[st
         elif os.sep in text and not text.startswith(("file:", "dns:")):
             raise ValueError(f"{field}={text}: no such folder")
         else:
-            listed = Discovery(text, field=field)
-            shown = read_credentials(config.fleet, name=listed.name)
-            found[name] = Where(listed.resolve(), listed.resolve if listed.changes else None, credentials=shown)
+            found[name] = Where.of(text, config.fleet, field=field)
     named = {teacher_of(config, row) for row in rows}
     if found and named <= {""}:
         raise ValueError(f"config.distill.column={config.distill.column}: no row has it")
@@ -160,7 +154,7 @@ class Teachers:
         self._thread, self._students = thread, students
         context = functools.partial(self._context, fail=fail)
         self._teachers = {name: _Teacher(name, where, context) for name, where in self._where.items()}
-        return [teacher.run() for teacher in self._teachers.values()]
+        return [job for teacher in self._teachers.values() for job in teacher.jobs()]
 
     async def score(self, row: Row, completion: codec.Completion) -> tuple[TeacherScores, ...]:
         """The teacher's scores of each branch; () if the row has no teacher. Waits without a time limit."""
@@ -268,23 +262,20 @@ class _Teacher:
         self._queue: list[_WaitingSequence] = []
         self._lost = True  # no server can be asked
 
-    async def run(self) -> None:
-        """Runs until cancelled."""
-        fleet = self._context.config.fleet
+    def jobs(self) -> list[Coroutine[Any, Any, None]]:
+        """To run until cancelled."""
         self._list(self._where.addresses)
-        began, resolve = time.monotonic(), self._where.resolve
-        warning = "%s; the teacher's servers stay as they are"
-        listed = Relisting(resolve, warning) if resolve is not None else None
-        while True:
+        seconds, warning = self._context.config.fleet.discovery_seconds, "%s; the teacher's servers stay as they are"
+        return [self._connect(), relist(self._where.resolve, self._list, seconds=seconds, warning=warning)]
+
+    async def _connect(self) -> None:
+        """Until a server has answered. Raises FleetError if none does in fleet.connect_seconds."""
+        fleet, began = self._context.config.fleet, time.monotonic()
+        while not any(server.heard for server in self._servers.values()):
+            if time.monotonic() - began > fleet.connect_seconds:
+                tried = f"{', '.join(self._servers)} (tried for {fleet.connect_seconds:g} s)"
+                raise FleetError(f"teacher {self.name}: no server answers at {tried}: is scalerl-serve running?")
             await asyncio.sleep(min(fleet.discovery_seconds, fleet.connect_seconds))
-            if not any(server.heard for server in self._servers.values()):
-                if time.monotonic() - began > fleet.connect_seconds:
-                    tried = f"{', '.join(self._servers)} (tried for {fleet.connect_seconds:g} s)"
-                    raise FleetError(f"teacher {self.name}: no server answers at {tried}: is scalerl-serve running?")
-            else:
-                began = math.inf
-            if listed is not None and (addresses := await listed.read()) is not None:
-                self._list(addresses)
 
     def _list(self, addresses: Sequence[str]) -> None:
         for address in set(self._servers) - set(addresses):

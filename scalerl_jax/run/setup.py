@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from scalerl_jax.config import Config
 from scalerl_jax.contract import rollout_pb2 as pb
-from scalerl_jax.contract import security
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments.base import Rows
 from scalerl_jax.environments.curriculum import Curriculum
@@ -23,7 +22,7 @@ from scalerl_jax.rollouts import trust
 from scalerl_jax.rollouts.parity import LIMITS_WITH_EXPERTS
 from scalerl_jax.rollouts.requests import Requests, Routed
 from scalerl_jax.rollouts.servers import teacher_server
-from scalerl_jax.rollouts.servers.discovery import Discovery, Servers, read_credentials
+from scalerl_jax.rollouts.servers.discovery import ListedServers, Servers, read_credentials
 from scalerl_jax.rollouts.servers.validate_status import Expected, ProbeError, compare
 from scalerl_jax.run import continuing, inputs
 from scalerl_jax.run.folder import RunFolder
@@ -31,23 +30,14 @@ from scalerl_jax.run.folder import RunFolder
 LOW_RATE = 2e-6  # a lower one is remarked on with an adapter; training all parameters takes 5e-7
 
 
-@dataclasses.dataclass(frozen=True)
-class GivenServers:
-    """The servers that --servers names; without any, local ones are started."""
-
-    addresses: tuple[str, ...]
-    credentials: security.Credentials
-    resolve: Callable[[], Sequence[str]] | None  # the addresses listed now; None: they never change
-
-
-def given_servers(config: Config, text: str) -> GivenServers:
-    """text: the value of --servers."""
-    listed = Discovery(text) if text else None
-    addresses = listed.resolve() if listed is not None else ()
-    shown = read_credentials(config.fleet, name=listed.name if listed is not None else "")
-    if listed is None and shown.authority:
+def given_servers(config: Config, text: str) -> ListedServers:
+    """text: the value of --servers; if it is empty, local ones are started."""
+    if text:
+        return ListedServers.of(text, config.fleet)
+    shown = read_credentials(config.fleet)
+    if shown.authority:
         raise ValueError("config.fleet.tls_authority: requires --servers; local ones are reached without TLS")
-    return GivenServers(addresses, shown, listed.resolve if listed is not None and listed.changes else None)
+    return ListedServers(credentials=shown)
 
 
 def expected_of(config: Config, decoder: DecoderConfig | None, *, maximum_tokens: int) -> Expected:
@@ -72,7 +62,7 @@ class Setup:
     rows: Rows
     requests: Requests
     curriculum: Curriculum
-    servers: GivenServers
+    servers: ListedServers
     maximum_tokens: int  # of the longest prompt and its longest completion
     expected: Expected
     teachers: dict[str, teachers_lib.Where]  # by name

@@ -19,6 +19,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from typing import Self
 
 from scalerl_jax.config import FleetConfig
 from scalerl_jax.contract import rollout_pb2 as pb
@@ -76,27 +77,44 @@ class Discovery:
         return tuple(found)
 
 
-class Relisting:
-    """Lists servers again, on a separate thread. A list that cannot be read leaves them as they are, which is logged
-    once: a file that is being replaced, a name server that cannot be reached.
+@dataclasses.dataclass(frozen=True)
+class ListedServers:
+    """Where servers are, and what credentials they are shown."""
 
-    resolve: the addresses listed now; may block, and raise ValueError. warning: the line to log, with %s for the error.
-    """
+    addresses: tuple[str, ...] = ()  # host:port of each at the start
+    resolve: Callable[[], Sequence[str]] | None = None  # those listed now; may block. None: they never change
+    credentials: security.Credentials = security.PLAIN
 
-    def __init__(self, resolve: Callable[[], Sequence[str]], warning: str):
-        self._resolve, self._warning, self._complaint = resolve, warning, ""
+    @classmethod
+    def of(cls, text: str, fleet: FleetConfig, *, field: str = "--servers") -> Self:
+        """text: the value of the flag or field. Raises ValueError as Discovery and read_credentials."""
+        found = Discovery(text, field=field)
+        shown = read_credentials(fleet, name=found.name)
+        return cls(found.resolve(), found.resolve if found.changes else None, shown)
 
-    async def read(self) -> Sequence[str] | None:
-        """The addresses listed now; None if the list cannot be read."""
+
+async def relist(
+    resolve: Callable[[], Sequence[str]] | None,
+    update: Callable[[Sequence[str]], None],
+    *,
+    seconds: float,
+    warning: str,
+) -> None:
+    """Until cancelled: every so many seconds lists servers again, on a separate thread, and calls `update`. Returns at
+    once if they never change. A list that cannot be read leaves them as they are, which is logged once: a file that is
+    being replaced, a name server that cannot be reached. warning: that line, with %s for the error."""
+    complaint = ""
+    while resolve is not None:
+        await asyncio.sleep(seconds)
         try:
-            addresses = await asyncio.get_running_loop().run_in_executor(None, self._resolve)
+            addresses = await asyncio.get_running_loop().run_in_executor(None, resolve)
         except ValueError as error:
-            if str(error) != self._complaint:
-                _log.warning(self._warning, error)
-            self._complaint = str(error)
-            return None
-        self._complaint = ""
-        return addresses
+            if str(error) != complaint:
+                _log.warning(warning, error)
+            complaint = str(error)
+        else:
+            complaint = ""
+            update(addresses)
 
 
 def _as_written(where: str, addresses: str) -> list[str]:

@@ -19,7 +19,7 @@ from scalerl_jax.rollouts.group_buffer import GroupBuffer, RolloutRequest
 from scalerl_jax.rollouts.loop_thread import watched
 from scalerl_jax.rollouts.servers import server_state
 from scalerl_jax.rollouts.servers.client import SURE_AFTER, ServerClient
-from scalerl_jax.rollouts.servers.discovery import Plaintext, Relisting
+from scalerl_jax.rollouts.servers.discovery import Plaintext, relist
 from scalerl_jax.rollouts.servers.server_state import ClientContext
 
 _log = logging.getLogger(__name__)
@@ -84,13 +84,8 @@ class ServerPool:
 
     async def discover(self) -> None:
         """Until cancelled: reads the list again every fleet.discovery_seconds, if it may change."""
-        if (resolve := self._context.servers.resolve) is None:
-            return
-        listed = Relisting(resolve, "%s; the servers stay as they are")
-        while True:
-            await asyncio.sleep(self._context.config.fleet.discovery_seconds)
-            if (addresses := await listed.read()) is not None:
-                self.update(addresses)
+        seconds, resolve = self._context.config.fleet.discovery_seconds, self._context.servers.resolve
+        await relist(resolve, self.update, seconds=seconds, warning="%s; the servers stay as they are")
 
     def release_departed(self) -> None:
         """Releases servers that have left, and logs when all servers are lost or one is back."""
