@@ -43,6 +43,12 @@ class TestCompiled:
         wanted = each * (flops["layers"] + flops["head"]) / chip.flops
         assert wanted < times["matrix products"] < wanted + each * flops["attention"] / chip.flops
 
+    def test_an_adapter_of_8b_on_one_gpu(self, tmp_path):
+        found, _ = planned(tmp_path, "--topology=h100:1", "--config.lora.rank=32")
+        own = found["plan"]
+        assert own["compiled"] and own["fits"] and own["compiler_warnings"] == {}
+        assert own["bytes_per_device"]["temporaries"] < 10 * GIB  # it found 7.9
+
     @pytest.mark.parametrize("cut", [("context=4", "fsdp=2"), ("context=2", "fsdp=2", "tensor=2")])
     def test_no_array_is_whole_on_every_device(self, tmp_path, cut):
         """The partitioner says so where it knows no way from one cut to another."""

@@ -178,6 +178,16 @@ def test_where_the_state_alone_is_too_large_more_chips_are_asked_for(capsys):
     assert "state, gradients and weights sent alone do not fit: at least 2 times as many chips along fsdp" in said
 
 
+def test_with_an_adapter_one_gpu_of_80_gb_is_enough(capsys):
+    assert re.search(r"needed at once +[\d.]+ +of 70.8: fits", run(capsys, ("lora.rank", "32"), topology="h100:1"))
+    asked = question("h100:1")
+    asked.config.lora.rank = 32
+    size = layout_plan.estimate(asked, layout_plan.own_choice(asked.config, 1)).bytes
+    adapter = 83_886_080  # 2.6 M parameters for each rank
+    assert (size.gradients, size.sent) == (4 * adapter, 2 * LLAMA_8B)
+    assert size.parameters == 2 * LLAMA_8B + 4 * adapter and 8 * adapter <= size.optimizer < 8.01 * adapter
+
+
 def test_every_layout_has_all_devices_and_takes_no_less_than_its_own_part():
     asked = question("v5p:4x4x4", tensor=4, micro_batch_rows=4)
     found = layout_plan.other_choices(asked.config, asked.decoder, 64)
