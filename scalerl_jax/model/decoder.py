@@ -33,7 +33,7 @@ from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.experts import ROUTERS, Routing, expert_mlp, moved, sharded_expert_mlp, tokens_of
 from scalerl_jax.model.families import FAMILIES
 from scalerl_jax.model.families.dense import WeightRow
-from scalerl_jax.model.lora import LowRank
+from scalerl_jax.model.lora import LowRank, split
 from scalerl_jax.model.precision import Precision
 from scalerl_jax.model.remat import BLOCK, PRODUCT, scan_blocks
 from scalerl_jax.model.sharding import ROWS, abstract_weight, axes_of, constrain, spec
@@ -129,7 +129,7 @@ def _project_backward(precision: Precision, saved: Any, g: jax.Array) -> tuple[j
         return dx, outer(x, g).astype(weight.dtype)
     last, (left, right) = x.ndim - 1, weight.factors(x.dtype)
     inner, back = product(x, left, ((last,), (0,)), precision), product(g, right, ((last,), (1,)), precision)
-    return dx, weight.cotangent(outer(x, back), outer(inner, g))
+    return dx, weight.of_factors(outer(x, back), outer(inner, g))
 
 
 project.defvjp(_project_forward, _project_backward)
@@ -247,11 +247,11 @@ class Layer:
         into, weights = leaves[:2], self._weights
         joined = "_".join(into)
         gate_up = (weights[joined],) if joined in weights else tuple(weights[leaf] for leaf in into)
-        down = weights[leaves[2]]
+        each = [split(weight) for weight in (*gate_up, weights[leaves[2]])]
         if self._mesh is None or self._mesh.size == 1:
-            return expert_mlp(x, routing, gate_up, down, precision=self._precision)
+            return expert_mlp(x, routing, each, precision=self._precision)
         own = [rows(self._config)[leaf].dimensions for leaf in leaves]
-        return sharded_expert_mlp(x, routing, (*gate_up, down), own, precision=self._precision, mesh=self._mesh)
+        return sharded_expert_mlp(x, routing, each, own, precision=self._precision, mesh=self._mesh)
 
     def heads(self, x: jax.Array) -> jax.Array:
         """[..., heads h] -> [..., heads, h]"""

@@ -41,7 +41,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from scalerl_jax.model.lora import LowRank, parted
+from scalerl_jax.model.lora import LowRank, partition_of_factors
 from scalerl_jax.model.precision import Precision
 from scalerl_jax.model.remat import PRODUCT
 from scalerl_jax.model.sharding import ROWS, axes_of, spec
@@ -51,6 +51,10 @@ OWN = -1  # given instead of an expert: the router's own choice is used
 # Rows of a block of the grouped product: the minimum, and the maximum on CPUs and on accelerators, which start kernels
 # for each block.
 SMALLEST_BLOCK, BLOCK, LARGE_BLOCK = 16, 128, 1024
+
+
+# A master; or a merged weight, with the factors to which its gradient goes (lora.split).
+Weight = tuple[jax.Array, LowRank | None]
 
 
 class Routing(NamedTuple):
@@ -102,31 +106,29 @@ def _at(values: jax.Array, chosen: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(there, values[..., None, :], 0.0), axis=-1)
 
 
-def expert_mlp(
-    x: jax.Array, routing: Routing, gate_up: tuple[Any, ...], down: Any, *, precision: Precision
-) -> jax.Array:
+def expert_mlp(x: jax.Array, routing: Routing, weights: Sequence[Weight], *, precision: Precision) -> jax.Array:
     """The output of the experts for x [..., D] in the compute dtype: like x.
 
     Args:
-      gate_up: masters or LowRanks, gate and up [E, F, D] each, or both in one [E, 2F, D].
-      down: [E, D, F].
+      weights: masters, gate and up [E, F, D] each, or both in one [E, 2F, D]; and down [E, D, F].
     """
     tokens = x.reshape(-1, x.shape[-1])
-    chosen, weights = (part.reshape(len(tokens), -1) for part in routing[:2])
+    chosen, shares = (part.reshape(len(tokens), -1) for part in routing[:2])
 
-    def product(x: jax.Array, weight: Any) -> jax.Array:
+    def product(x: jax.Array, weight: Weight) -> jax.Array:
         return checkpoint_name(grouped_product(x, weight, sizes, precision), PRODUCT)
 
-    order, inverse, sizes = _sorted(chosen.reshape(-1), down.shape[0])
+    order, inverse, sizes = _sorted(chosen.reshape(-1), len(weights[0][0]))
     pairs = _to_pairs(tokens, order, inverse)
     if routing.on_input:
-        scale = _permute(weights.reshape(-1), order, inverse)[:, None]
+        scale = _permute(shares.reshape(-1), order, inverse)[:, None]
         pairs = (pairs.astype(jnp.float32) * scale).astype(x.dtype)
+    *gate_up, down = weights
     inner = [product(pairs, weight) for weight in gate_up]
     gate, up = inner if len(inner) == 2 else jnp.split(inner[0], 2, axis=-1)
     mixed = product(jax.nn.silu(gate) * up, down)
     back = _permute(mixed, inverse, order).reshape(*chosen.shape, -1).astype(jnp.float32)
-    back = back if routing.on_input else back * weights[..., None]
+    back = back if routing.on_input else back * shares[..., None]
     return jnp.sum(back, axis=1).astype(x.dtype).reshape(x.shape)
 
 
@@ -175,16 +177,17 @@ _permute.defvjp(lambda x, places, inverse: (x[places], inverse), lambda inverse,
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_product(x: jax.Array, weight: jax.Array, sizes: jax.Array, precision: Precision) -> jax.Array:
+def grouped_product(x: jax.Array, weight: Weight, sizes: jax.Array, precision: Precision) -> jax.Array:
     """x [M, in] in the compute dtype times weight [E, out, in]; sizes [E]: the number of consecutive rows per expert.
 
-    Returns [M, out] in the compute dtype, 0 in rows beyond the sum of sizes. The cotangent of `weight` is float32.
+    Returns [M, out] in the compute dtype, 0 in rows beyond the sum of sizes. The cotangent of the weight, or of its
+    factors, is float32.
     """
-    return _rows_times(x, precision.cast(weight), sizes, 2, precision)
+    return _rows_times(x, precision.cast(weight[0]), sizes, 2, precision)
 
 
-def _grouped_backward(precision: Precision, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x, weight, sizes = saved
+def _grouped_backward(precision: Precision, saved: Any, g: jax.Array) -> tuple[jax.Array, Any, None]:
+    x, (weight, adapter), sizes = saved
     dx = _rows_times(g, precision.cast(weight), sizes, 1, precision)
 
     def outer(g: jax.Array, x: jax.Array) -> jax.Array:
@@ -194,11 +197,11 @@ def _grouped_backward(precision: Precision, saved: Any, g: jax.Array) -> tuple[j
             default=functools.partial(_outer_by_blocks, dot=precision.dot, most=LARGE_BLOCK),
         )  # fmt: skip
 
-    if not isinstance(weight, LowRank):
-        return dx, outer(g, x).astype(weight.dtype), None
-    left, right = weight.factors(x.dtype)
+    if adapter is None:
+        return dx, (outer(g, x).astype(weight.dtype), None), None
+    left, right = adapter.factors(x.dtype)
     inner, back = _rows_times(x, right, sizes, 2, precision), _rows_times(g, left, sizes, 1, precision)
-    return dx, weight.cotangent(outer(g, inner), outer(back, x)), None
+    return dx, (None, adapter.of_factors(outer(g, inner), outer(back, x))), None
 
 
 grouped_product.defvjp(
@@ -306,28 +309,33 @@ _KEPT = ("expert", "tensor")
 def sharded_expert_mlp(
     x: jax.Array,
     routing: Routing,
-    weights: Sequence[Any],
+    weights: Sequence[Weight],
     dimensions: Sequence[tuple[str, ...]],
     *,
     precision: Precision,
     mesh: Mesh,
 ) -> jax.Array:
     """As expert_mlp, for x [rows, length, D] and gate, up and down with these dimensions."""
-    wholes = [spec(weight.shape, names, mesh) for weight, names in zip(weights, dimensions, strict=True)]
-    specs = [parted(weight, whole) for weight, whole in zip(weights, wholes, strict=True)]
+    wholes = [spec(weight.shape, names, mesh) for (weight, _), names in zip(weights, dimensions, strict=True)]
+    specs = [(whole, partition_of_factors(adapter, whole)) for (_, adapter), whole in zip(weights, wholes, strict=True)]
     cut = [axis for dimension in range(3) for axis in axes_of(wholes[0], dimension)]
     grouped = "expert" in axes_of(wholes[0], 0)
     assert grouped or mesh.shape["expert"] == 1, f"{weights[0].shape[0]} experts over {dict(mesh.shape)}"
-    tokens = PartitionSpec(ROWS, "context", None)
+    tokens, exact = PartitionSpec(ROWS, "context", None), dataclasses.replace(precision, sync="float32")
 
-    def local(x: jax.Array, chosen: jax.Array, scale: jax.Array, *shards: Any) -> jax.Array:
-        own = [_whole(shard, part, precision) for shard, part in zip(shards, specs)]
+    def local(x: jax.Array, chosen: jax.Array, scale: jax.Array, *shards: Weight) -> jax.Array:
+        own = []
+        for (shard, adapter), (part, factors) in zip(shards, specs):
+            if adapter is not None:
+                left, right = _whole(adapter.left, factors.left, exact), _whole(adapter.right, factors.right, exact)
+                adapter = adapter.of_factors(left, right)
+            own.append((_whole(shard, part, precision), adapter))
         if grouped:
             x, chosen, scale = (jax.lax.all_gather(part, "expert", axis=0, tiled=True) for part in (x, chosen, scale))
-            count = own[0].shape[0]
+            count = len(own[0][0])
             here = chosen - jax.lax.axis_index("expert") * count
             chosen = jnp.where((here >= 0) & (here < count), here, count)
-        y = expert_mlp(x, Routing(chosen, scale, routing.on_input), tuple(own[:-1]), own[-1], precision=precision)
+        y = expert_mlp(x, Routing(chosen, scale, routing.on_input), own, precision=precision)
         # Sums between devices are in float32, as those within one.
         y = y.astype(jnp.float32)
         if grouped:
@@ -342,12 +350,8 @@ def sharded_expert_mlp(
     return mapped(x, routing.experts, routing.weights, *weights)
 
 
-def _whole(shard: Any, part: Any, precision: Precision) -> Any:
+def _whole(shard: jax.Array, part: PartitionSpec, precision: Precision) -> jax.Array:
     """The weight, gathered along all axes but those of the sharded products."""
-    if isinstance(shard, LowRank):
-        exact = dataclasses.replace(precision, sync="float32")
-        left, right = _whole(shard.left, part.left, exact), _whole(shard.right, part.right, exact)
-        return LowRank(_whole(jax.lax.stop_gradient(shard.base), part.base, precision), left, right, shard.scale)
     for dimension in range(len(part)):
         for axis in reversed(axes_of(part, dimension)):
             if axis not in _KEPT:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 from scalerl_jax.model import row_blocks
 from scalerl_jax.model.decoder import Params, Precision
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.model.lora import LowRank, parted
+from scalerl_jax.model.lora import LowRank, partition_of_factors, split
 from scalerl_jax.model.precision import rounded as rounded_to
 from scalerl_jax.model.sharding import ROWS, spec
 
@@ -153,28 +153,29 @@ def token_logprobs(
 
     Returns: [rows, length] float32; with `entropy`, another one after it; with `ids`, [rows, length, k] after these.
     """
-    weight = head_weight(params, config)
+    weight, adapter = split(head_weight(params, config))
     scan = functools.partial(
         _scan, precision=precision, chunk=chunk, entropy=entropy, entropy_gradient=entropy_gradient
     )
     scanned = (hidden, targets) if ids is None else (hidden, targets, ids)
     if mesh is None or mesh.size == 1:
-        logp, nats, *others = scan(weight, *scanned)
+        logp, nats, *others = scan(weight, adapter, *scanned)
     else:
         of_weight = spec(weight.shape, ("vocabulary", "width"), mesh)
         of_rows = PartitionSpec(ROWS, "context")
-        specs = (parted(weight, of_weight), *[of_rows] * len(scanned))
+        specs = (of_weight, partition_of_factors(adapter, of_weight), *[of_rows] * len(scanned))
         # Sums over the vocabulary's parts are explicit inside, so that check_vma is not needed.
         logp, nats, *others = jax.shard_map(
             functools.partial(scan, vocabulary=of_weight[0] or (), width=of_weight[1] or ()),
             mesh=mesh, in_specs=specs, out_specs=of_rows, check_vma=False,
-        )(weight, *scanned)  # fmt: skip
+        )(weight, adapter, *scanned)  # fmt: skip
     wanted = (logp, nats, *others) if entropy else (logp, *others)
     return wanted if len(wanted) > 1 else logp
 
 
 def _scan(
-    weight: Any,
+    weight: jax.Array,
+    adapter: LowRank | None,
     hidden: jax.Array,
     targets: jax.Array,
     *ids: jax.Array,
@@ -186,23 +187,21 @@ def _scan(
     width: Axes = (),
 ) -> tuple[jax.Array, ...]:
     """(log-probs, entropies) [R, L] of one device's part of the rows, and log-probs [R, L, k] of the `ids`, if any;
-    `weight` is its part along these axes."""
+    `weight` and `adapter` are its part along these axes."""
     rows, length, size = hidden.shape
     chunk = min(chunk, length)
     padding = -length % chunk
-    dtype, frozen = _operands(precision)[0], jax.lax.stop_gradient(weight)
+    dtype = _operands(precision)[0]
 
     def gathered(x: jax.Array) -> jax.Array:
         return jax.lax.all_gather(x, width, axis=1, tiled=True) if width else x
 
-    rounded = gathered(precision.cast(frozen, dtype))
-    factors: Any = ()
-    if isinstance(weight, LowRank):
-        left, right = frozen.factors(dtype)
+    rounded = gathered(precision.cast(jax.lax.stop_gradient(weight), dtype))
+    factors, sink = (), _sink(weight, size, width)
+    if adapter is not None:
+        left, right = jax.lax.stop_gradient(adapter).factors(dtype)
         factors = left, gathered(right)
-        sink: Any = _sink(weight.left, left.shape[1], ()), _sink(weight.right, size, width)
-    else:
-        sink = _sink(weight, size, width)
+        sink = _sink(adapter.left, left.shape[1], ()), _sink(adapter.right, size, width)
     first = jax.lax.axis_index(vocabulary) * weight.shape[0] if vocabulary else 0
 
     def over_vocabulary(x: jax.Array) -> jax.Array:

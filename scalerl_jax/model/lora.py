@@ -80,8 +80,8 @@ class LowRank:
         """left and right for products of the backward pass, each multiplied by the scale."""
         return (self.left * self.scale).astype(dtype), (self.right * self.scale).astype(dtype)
 
-    def cotangent(self, left: jax.Array, right: jax.Array) -> "LowRank":
-        """Of the factors, float32; the base has none."""
+    def of_factors(self, left: Any, right: Any) -> "LowRank":
+        """Likewise without the base: other factors, their cotangents, or what else there is of each."""
         return LowRank(None, left, right, self.scale)  # type: ignore[arg-type]
 
     def _add(self, base: jax.Array, left: jax.Array) -> jax.Array:
@@ -95,13 +95,18 @@ def merged(weight: Any) -> Any:
     return weight.merged() if isinstance(weight, LowRank) else weight
 
 
-def parted(weight: Any, whole: PartitionSpec) -> Any:
-    """The partition `whole` of a weight; of a LowRank, like it, that of each part."""
+def split(weight: Any) -> tuple[jax.Array, LowRank | None]:
+    """The merged weight without a gradient, and a LowRank of the factors alone; (weight, None) without an adapter."""
     if not isinstance(weight, LowRank):
-        return whole
+        return weight, None
+    return jax.lax.stop_gradient(weight.merged()), weight.of_factors(weight.left, weight.right)
+
+
+def partition_of_factors(adapter: LowRank | None, whole: PartitionSpec) -> Any:
+    """Like `adapter`, the partition of each factor of a weight with the partition `whole`."""
     *before, m, n = whole
     left, right = PartitionSpec(*before, m, None), PartitionSpec(*before, None, n)
-    return LowRank(whole, left, right, weight.scale)  # type: ignore[arg-type]
+    return None if adapter is None else adapter.of_factors(left, right)
 
 
 def in_dtype(policy: Mapping[str, Any], dtype: Any) -> Tree:

@@ -42,7 +42,7 @@ def plain(x, weight, sizes, g):
 
 def computed(x, weight, sizes, g, precision: Precision):
     def product(x, weight):
-        return experts.grouped_product(x, weight, sizes, precision)
+        return experts.grouped_product(x, (weight, None), sizes, precision)
 
     y, pull = jax.vjp(jax.jit(product), jnp.asarray(x, precision.compute), jnp.asarray(weight, jnp.float32))
     return y, *pull(jnp.asarray(g, precision.compute))
@@ -116,7 +116,7 @@ def test_what_experts_make_of_tokens(how: str, count: int, joined: bool) -> None
     wanted = reference_mlp(x.reshape(33, 8), flat, gate, up, down).reshape(x.shape)
     f32 = [jnp.asarray(part, jnp.float32) for part in (x, gate, up, down)]
     into = (jnp.concatenate(f32[1:3], axis=1),) if joined else (f32[1], f32[2])
-    got = experts.expert_mlp(f32[0], routing, into, f32[3], precision=FLOAT32)
+    got = experts.expert_mlp(f32[0], routing, [(w, None) for w in (*into, f32[3])], precision=FLOAT32)
     np.testing.assert_allclose(got, wanted, atol=1e-4)
     assert (np.asarray(got)[1, 4:] == 0).all() and (wanted[0] != 0).all()
 
@@ -132,7 +132,7 @@ def test_gradients_of_the_whole() -> None:
     @jax.jit
     def loss(args):
         routing = experts.softmax_router(args["x"] @ args["router"].T, 2, normalize=True, given=chosen)
-        y = experts.expert_mlp(args["x"], routing, (args["gate"], args["up"]), args["down"], precision=FLOAT32)
+        y = experts.expert_mlp(args["x"], routing, [(args[w], None) for w in ("gate", "up", "down")], precision=FLOAT32)
         return jnp.sum(y * at)
 
     grads = jax.grad(loss)(args)
