@@ -1,9 +1,7 @@
-"""Adapters against PEFT: it loads what is written here, computes the same, and what it writes is read here. About 10
-CPU seconds, most of them torch's and PEFT's imports."""
+"""Adapters against PEFT and transformers: they load what is written here and compute the same, and what PEFT writes is
+read here. About 15 CPU seconds, many of them torch's and PEFT's imports."""
 
-import json
 import pathlib
-from typing import Any
 
 import jax
 import numpy as np
@@ -30,10 +28,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_peft_computes_what_is_computed_here(case: str, tmp_path: pathlib.Path) -> None:
+def test_peft_and_transformers_compute_what_is_computed_here(case: str, tmp_path: pathlib.Path) -> None:
     from tests.model.test_transformers import model_of
 
-    model_of(decoder(case)).save_pretrained(tmp_path / "base")
+    plain = model_of(decoder(case))
+    plain.save_pretrained(tmp_path / "base")
     config, frozen = load_hf(str(tmp_path / "base"))
     lora = Lora.of(config, rank=3, alpha=6.0, targets=CASES[case], folder="", seed=0)
     adapter = nowhere_zero(jax.device_get(lora.new()))
@@ -52,6 +51,9 @@ def test_peft_computes_what_is_computed_here(case: str, tmp_path: pathlib.Path) 
         with model.disable_adapter():
             alone = model(torch.tensor(tokens)).logits.numpy()
     assert np.abs(adapted - ours).max() < CLOSE and np.abs(adapted - alone).max() > 100 * CLOSE
+    plain.load_adapter(out)  # transformers itself
+    with torch.no_grad():
+        assert np.abs(plain(torch.tensor(tokens)).logits.numpy() - ours).max() < CLOSE
 
     model.save_pretrained(tmp_path / "again", save_embedding_layers=False)
     for folder in ("adapter", "again"):
@@ -62,23 +64,3 @@ def test_peft_computes_what_is_computed_here(case: str, tmp_path: pathlib.Path) 
     merged = load_hf(str(tmp_path / "merged"))[1]
     hidden = forward(merged, config, tokens, positions, ids)
     assert np.abs(np.asarray(logits(merged, config, hidden)) - ours).max() < CLOSE
-
-
-def test_transformers_loads_it_too(tmp_path: pathlib.Path) -> None:
-    from tests.model.test_transformers import model_of
-
-    case = "qwen3-eights-tied-scaled"
-    model = model_of(decoder(case))
-    model.save_pretrained(tmp_path / "base")
-    config, frozen = load_hf(str(tmp_path / "base"))
-    lora = Lora.of(config, rank=2, alpha=8.0, targets="all-linear", folder="", seed=0)
-    adapter = nowhere_zero(jax.device_get(lora.new()))
-    write_adapter(str(tmp_path / "adapter"), adapter, lora, model=str(tmp_path / "base"), base="")
-    model.load_adapter(str(tmp_path / "adapter"))
-    tokens = packed([[9]], 9, config.vocab_size)[0]
-    params: Any = lora.join(adapter, frozen)
-    ours = logits(params, config, forward(params, config, tokens, np.arange(9)[None], np.ones((1, 9), np.int32)))
-    with torch.no_grad():
-        theirs = model(torch.tensor(tokens)).logits.numpy()
-    assert np.abs(theirs - np.asarray(ours)).max() < CLOSE
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 2
