@@ -29,8 +29,8 @@ def get_config() -> Config:
     config.optimizer.learning_rate = 1e-3
     config.optimizer.warmup_steps = 6
     config.optimizer.decay_steps = 66
-    # Most gradients are a tenth of the largest, which come from single tokens that the teacher finds impossible.
+    # From step to step the norm of the gradient differs by a factor of up to 30, .04 to 1.3.
     config.optimizer.max_grad_norm = 0.2
-    config.evaluation.every = 12
+    config.evaluation.every = 6
     config.checkpoint.every = 12
     return config

@@ -310,6 +310,8 @@ class Session:
             without = _digest(at, {**message, "reasoning_content": None})
             same = [turn for turn in self._by_history.get(without, ())
                     if thinking in (None, turn.message.get("reasoning_content"))]  # fmt: skip
+            # Of choices that differ only in their thinking, the one whose calls have these ids.
+            same = [turn for turn in same if _call_ids(turn.message) == _call_ids(message)] or same
             at = without if same else _digest(at, message)
             found, behind = (same[-1], number) if same else (None, 0)
         return (found, behind, at) if behind < len(call.messages) else (None, 0, at)
@@ -375,6 +377,10 @@ def _digest(before: str, what: object) -> str:
         if "tool_calls" in what:
             what["tool_calls"] = [call["function"] for call in what["tool_calls"]]
     return hashlib.blake2b(_ENCODER.encode([before, what]).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _call_ids(message: Message) -> list[str | None]:
+    return [call.get("id") for call in message.get("tool_calls") or ()]
 
 
 def _number(*parts: object) -> int:

@@ -1,6 +1,8 @@
 """The token graph of a session, its journal, and retries: with a real chat template, and completions made up here."""
 
 import asyncio
+import dataclasses
+import functools
 import gc
 import os
 import pathlib
@@ -14,16 +16,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scalerl_jax.config import ObjectiveConfig
 from scalerl_jax.contract.codec import Completion
+from scalerl_jax.environments import Row
+from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.environments.chat_template import read_chat_template
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.gateway.agents import completions_of
 from scalerl_jax.gateway.chat import Chat
 from scalerl_jax.gateway.journal import Journal
 from scalerl_jax.gateway.sessions import Branch, ClientRequest, Session, SessionOver, Turn, branches
+from scalerl_jax.learner.batch import build
+from tests.learner.test_batch import Group
 from tests.support.chat_folders import chat_folder
 
-WORDS = ("Two and two: ", "2+2=4.", "reason ", "é", "boxed", " step\n", "<tool_call>{}</tool_call>")
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
+WORDS = ("Two and two: ", "2+2=4.", "reason ", "é", "boxed", " step\n", "<tool_call>{}</tool_call>", CALL)
+TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}},)
 
 
 class Client:
@@ -32,33 +41,45 @@ class Client:
     def __init__(self, chat: Chat, rng: random.Random, *, journal: Journal | None = None):
         self.chat, self.rng = chat, rng
         self.session = Session("s", journal=journal)
-        self.fed: list[tuple[np.ndarray, Completion]] = []
-        self.asked: list[ClientRequest] = []  # of each turn
+        self.sampled = 0  # completions
+        self.cut: dict[int, Completion] = {}  # id of what was sampled -> what is left of it
+        # Of each turn, by its number: what was fed, what was sampled, and who asked.
+        self.fed: dict[int, tuple[np.ndarray, Completion]] = {}
+        self.asked: dict[int, ClientRequest] = {}
 
-    async def generate(self, prompt: np.ndarray, name: str, index: int, seed: int) -> tuple[Completion, str]:
-        await asyncio.sleep(0)
+    async def generate(
+        self, made_of: dict[int, Any], prompt: np.ndarray, name: str, index: int, seed: int
+    ) -> tuple[Completion, str]:
+        self.sampled += 1
+        for _ in range(self.rng.randrange(4)):  # calls that run beside each other end in any order
+            await asyncio.sleep(0)
         tokenizer, rng = self.chat.tokenizer, self.rng
-        text = "".join(rng.choices(WORDS, k=rng.randint(1, 4)))
-        if rng.random() < 0.5:
-            text = f"<think>\n{rng.choice(WORDS)}\n</think>\n\n{text}"
         # As no tokenizer would cut it, so that what is tokenized again is never the same.
-        ids = [one for character in text for one in tokenizer.encode(character)]
+        ids = [one for character in self.say(index) for one in tokenizer.encode(character)]
         finish = rng.choice(["stop", "stop", "length"])
         ids += [tokenizer.eos_id] if finish == "stop" else []
         forced = ((1, 3),) if len(ids) > 5 and rng.random() < 0.2 else ()
         whole, logprobs = ((7, 0, len(ids)),), -np.ones(len(ids), np.float32)
         made = Completion(1, name, index, np.asarray(ids, np.int32), logprobs, whole, forced, finish)
-        self.fed.append((prompt, made))
+        made_of[index] = prompt, made
         return made, rng.choice(["a:1 x", "b:2 y"])
+
+    def say(self, choice: int) -> str:
+        text = "".join(self.rng.choices(WORDS, k=self.rng.randint(1, 4)))
+        return text if self.rng.random() < 0.5 else f"<think>\n{self.rng.choice(WORDS)}\n</think>\n\n{text}"
 
     def read(self, prompt: np.ndarray, completion: Completion) -> tuple[Completion, Any, str | None]:
         cut, text, stop = self.chat.text(completion, ["and two"] if self.rng.random() < 0.3 else [])
-        self.fed = [(fed, cut if made is completion else made) for fed, made in self.fed]
+        self.cut[id(completion)] = cut
         return cut, self.chat.message(prompt, cut, text, tools=True), stop
 
     async def ask(self, call: ClientRequest) -> tuple[Turn, ...]:
-        turns = await self.session.ask(call, chat=self.chat, generate=self.generate, read=self.read)
-        self.asked += [call] * (len(self.session.turns) - len(self.asked))
+        made_of: dict[int, tuple[np.ndarray, Completion]] = {}  # by choice; stays empty if it was asked before
+        generate = functools.partial(self.generate, made_of)
+        turns = await self.session.ask(call, chat=self.chat, generate=generate, read=self.read)
+        for turn in turns if made_of else ():
+            prompt, made = made_of[turn.index]
+            self.fed[turn.turn_id], self.asked[turn.turn_id] = (prompt, self.cut[id(made)]), call
         return turns
 
     def edited(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -79,21 +100,28 @@ class Client:
             kept[at:at] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": rng.choice(WORDS)}]
         return kept
 
+    def call(self, name: str, history: list[dict[str, Any]]) -> ClientRequest:
+        rng, messages = self.rng, list(history)
+        calls = messages[-1].get("tool_calls", ()) if messages else ()
+        messages += [{"role": "tool", "tool_call_id": one["id"], "content": rng.choice(WORDS)} for one in calls]
+        if messages:
+            messages = self.edited(messages)
+        if not messages or rng.random() < (0.9 if messages[-1]["role"] != "tool" else 0.2):
+            messages.append({"role": rng.choice(["user", "user", "system"]), "content": rng.choice(WORDS)})
+        prompt, tools = None, rng.choice([(), TOOLS])
+        if rng.random() < 0.1 and self.session.turns:  # tokens, as some clients ask
+            path = self.session.path(rng.randrange(len(self.session.turns)))
+            prompt = np.concatenate([path[: rng.randint(1, len(path))], np.asarray([3, 4], np.int32)])
+        return ClientRequest(name, tuple(messages), tools, prompt=prompt, choices=rng.choice([1, 1, 3]))
+
     async def edits(self, count: int) -> None:
-        rng = self.rng
         histories: list[list[dict[str, Any]]] = [[]]
-        for number in range(count):
-            messages = list(rng.choice(histories[-4:]))
-            if messages:
-                messages = self.edited(messages)
-            if not messages or rng.random() < 0.9:
-                messages.append({"role": rng.choice(["user", "user", "system"]), "content": rng.choice(WORDS)})
-            prompt = None
-            if rng.random() < 0.1 and self.session.turns:  # tokens, as some clients ask
-                path = self.session.path(rng.randrange(len(self.session.turns)))
-                prompt = np.concatenate([path[: rng.randint(1, len(path))], np.asarray([3, 4], np.int32)])
-            call = ClientRequest(str(number), tuple(messages), prompt=prompt, choices=rng.choice([1, 1, 3]))
-            histories += [[*messages, dict(turn.message)] for turn in await self.ask(call)]
+        while count > 0:
+            beside = self.rng.choice([1, 1, 1, 3])  # agents within the agent
+            calls = [self.call(f"{count} {one}", self.rng.choice(histories[-4:])) for one in range(beside)]
+            for call, turns in zip(calls, await asyncio.gather(*map(self.ask, calls)), strict=True):
+                histories += [[*call.messages, dict(turn.message)] for turn in turns]
+            count -= beside
 
 
 def check(client: Client) -> None:
@@ -117,7 +145,7 @@ def check(client: Client) -> None:
             assert not loss.any() or np.array_equal(loss, sampled)
             trained[turn.turn_id] += int(loss.any())
         assert row.loss.sum() == sum(row.loss[turn.prompt : end].sum() for end, turn in by_turn.items())
-    for turn_id, (prompt, completion) in enumerate(fed):
+    for turn_id, (prompt, completion) in fed.items():
         assert trained[turn_id] == int(completion.sampled().any())
         assert is_what_was_asked(client, turn_id, prompt.tolist())
 
@@ -169,9 +197,24 @@ def chat_of(folder: pathlib.Path, style: str) -> Chat:
 
 
 def run(chat: Chat, seed: int, count: int) -> None:
-    client = Client(chat, random.Random(seed))
+    client, other = (Client(chat, random.Random(seed + i)) for i in range(2))
     asyncio.run(client.edits(count))
+    asyncio.run(other.edits(2))
     check(client)
+    check_weights(client.session, other.session)
+
+
+def check_weights(*sessions: Session) -> None:
+    """A group of these, and as another prompt's the same: each token that was sampled has a weight, together 1/2."""
+    whole = [[completion for completion, _ in completions_of(session)] for session in sessions]
+    rows = tuple(dataclasses.replace(first, others=tuple(others)) for first, *others in whole)
+    groups = [Group(Row("", "", index=i), rows, (RIGHT, WRONG)) for i in range(2)]
+    batch = build(groups, ObjectiveConfig(truncated="penalize", filter_zero_variance=False), number=8)
+    for prompt in range(2):
+        weights = [one.weights for one, (p, _, _) in zip(batch.segments, batch.origins, strict=True) if p == prompt]
+        assert sum(float(one.astype(np.float64).sum()) for one in weights) == pytest.approx(1 / 2, rel=1e-6)
+        sampled = sum(int(branch.sampled().sum()) for branches in whole for branch in branches)
+        assert sum(np.count_nonzero(one) for one in weights) == sampled
 
 
 @settings(max_examples=3)
@@ -215,6 +258,24 @@ def test_the_next_turn_begins_with_the_path_and_the_separator(chat: Chat) -> Non
             )
 
 
+class Calling(Client):
+    """Its choices call the same tool after other thoughts."""
+
+    def say(self, choice: int) -> str:
+        return f"<think>\n{choice}\n</think>\n\n{CALL}"
+
+
+def test_the_ids_of_calls_say_which_choice_goes_on(chat: Chat) -> None:
+    client = Calling(chat, random.Random(0))
+    (choices,) = ask(client, ClientRequest("1", (USER,), TOOLS, choices=3))
+    for turn in choices:
+        assert turn.message["tool_calls"], "cut by a stop string"
+        said = {name: value for name, value in turn.message.items() if name != "reasoning_content"}
+        result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "4"}
+        ((then,),) = ask(client, ClientRequest(f"then {turn.turn_id}", (USER, said, result), TOOLS))
+        assert then.parent == turn.turn_id
+
+
 def test_thinking_of_others_is_part_of_the_history(chat: Chat) -> None:
     client = Client(chat, random.Random(2))
     others = [{"role": "assistant", "content": "4", "reasoning_content": thinking} for thinking in ("a", "b")]
@@ -249,9 +310,9 @@ def test_what_is_asked_for_again_is_sampled_once(chat: Chat, again: dict[str, An
         return turns
 
     turns = asyncio.run(dropped())
-    assert client.session.turns == list(turns) and len(client.fed) == 1
+    assert client.session.turns == list(turns) and client.sampled == 1
     ask(client, ClientRequest("1", (USER,)))  # asked for anew
-    assert len(client.fed) == 2
+    assert client.sampled == 2
 
 
 def test_what_fails_is_sampled_again(chat: Chat) -> None:
@@ -284,7 +345,7 @@ def test_a_journal_answers_what_it_has_and_goes_on(chat: Chat, tmp_path: pathlib
     assert [[turn.turn_id for turn in turns] for turns in again] == [
         [turn.turn_id for turn in turns] for turns in [*answered, answered[2]]
     ]
-    assert not after.fed
+    assert not after.sampled
     last = answered[0][0]
     ((then,),) = ask(after, ClientRequest("c", (USER, last.message, USER)))
     assert then.turn_id == len(before.session.turns) and then.parent is not None
