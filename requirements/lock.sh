@@ -28,8 +28,8 @@ done
 # gem takes no Python 3.12. Of TRL the source alone is read: what it would bring is torch and a trainer.
 options=(--quiet --no-header --no-annotate --python-version 3.11 "$@")
 adapters_lock=requirements/adapters-py3.11.lock
-"$UV" pip compile "${options[@]}" requirements/adapters.in -c <(sed -n '/^transformers==/p' requirements/test-py3.11.lock) \
-    -o "$adapters_lock"
+"$UV" pip compile "${options[@]}" --extra=gateway setup.py requirements/adapters.in \
+    -c <(sed -n '/^transformers==/p' requirements/test-py3.11.lock) -o "$adapters_lock"
 echo trl | "$UV" pip compile "${options[@]}" --no-deps - >> "$adapters_lock"
 
 # The cookbook asks for a tml-renderers that PyPI does not have; its programs for other models do without.

@@ -36,7 +36,7 @@ TARGETS = {
 }
 VLLM = ["tests/vllm", "tests/rollout_server/test_conformance.py", "tests/rollout_server/test_conformance_weights.py"]
 TARGETS |= {f"{name}-vllm": (marks, VLLM) for name, (marks, _) in TARGETS.items()}
-TARGETS["test-adapters"] = ("slow", ["tests/environments/test_real_adapters.py"])
+TARGETS["test-adapters"] = ("slow", ["tests/environments/test_real_adapters.py", "tests/gateway/test_other_clients.py"])
 TARGETS["test-tinker"] = ("slow", ["tests/tinker/test_cookbook.py"])
 
 FITS = ("tests/report", "tests/run", "tests/scaling", "tests/study")  # folders whose computing is fits

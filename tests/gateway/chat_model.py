@@ -1,5 +1,6 @@
 """A model folder whose chat template knows tools, completions to play for it, and a gateway over servers that play."""
 
+import base64
 import contextlib
 import json
 import pathlib
@@ -7,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from scalerl_jax.environments.chat_template import read_chat_template
@@ -88,3 +90,16 @@ def gateway(folder: pathlib.Path, model: pathlib.Path, *flags: str, name: str = 
 
 def trace(address: str, session: str) -> dict[str, Any]:
     return httpx.get(f"http://{address}/sessions/{session}/trace").raise_for_status().json()
+
+
+def array(text: str, kind: str = "<i4") -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), kind)
+
+
+def check_conversation(chat: Chat, address: str, session: str) -> None:
+    """Two turns, one branch, and both what was sampled, token for token."""
+    found = trace(address, session)
+    assert found["branches"] == [[0, 1]] and [turn["parent"] for turn in found["trace"]] == [None, 0]
+    said = [chat.tokenizer.decode(array(turn["token_ids"]).tolist()) for turn in found["trace"]]
+    assert said == [FIRST, SECOND]
+    assert all((array(turn["logprobs"], "<f4") == -0.5).all() for turn in found["trace"])

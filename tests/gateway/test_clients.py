@@ -1,11 +1,9 @@
 """The gateway as programs use it: through OpenAI's and Anthropic's own clients, over servers of ours."""
 
 import asyncio
-import base64
 import contextlib
 import json
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -19,7 +17,7 @@ from scalerl_jax.contract.security import Credentials
 from scalerl_jax.gateway.chat import Chat
 from scalerl_jax.gateway.generators import Generators
 from tests.gateway import chat_model
-from tests.gateway.chat_model import LENGTH, QUESTION, TOOL, gateway, generator, trace
+from tests.gateway.chat_model import LENGTH, QUESTION, TOOL, array, check_conversation, gateway, generator, trace
 from tests.support.servers import ServerProcess
 from tests.support.waiting import eventually, eventually_async
 
@@ -37,48 +35,6 @@ def openai() -> Any:
 @pytest.fixture(scope="module")
 def anthropic() -> Any:
     return pytest.importorskip("anthropic")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def chat(model: pathlib.Path) -> Chat:
-    return chat_model.model_folder(model)
-
-
-@pytest.fixture(scope="module")
-def recorded(chat: Chat, model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a gateway whose server plays the conversation of chat_model.py."""
-    folder = tmp_path_factory.mktemp("recorded")
-    chat_model.write_completions(chat, folder / "said.jsonl")
-    with contextlib.closing(generator(folder, model, f"--replay_file={folder / 'said.jsonl'}").wait()) as server:
-        with gateway(folder, model, f"--servers={server.address}") as process:
-            yield process.address
-
-
-@pytest.fixture(scope="module")
-def made_up(chat: Chat, model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of one whose server says anything."""
-    folder = tmp_path_factory.mktemp("made_up")
-    with contextlib.closing(generator(folder, model).wait()) as server:
-        with gateway(folder, model, f"--servers={server.address}") as process:
-            yield process.address
-
-
-def array(text: str, kind: str = "<i4") -> np.ndarray:
-    return np.frombuffer(base64.b64decode(text), kind)
-
-
-def check_conversation(chat: Chat, address: str, session: str) -> None:
-    """Two turns, one branch, and both what was sampled, token for token."""
-    found = trace(address, session)
-    assert found["branches"] == [[0, 1]] and [turn["parent"] for turn in found["trace"]] == [None, 0]
-    said = [chat.tokenizer.decode(array(turn["token_ids"]).tolist()) for turn in found["trace"]]
-    assert said == [chat_model.FIRST, chat_model.SECOND]
-    assert all((array(turn["logprobs"], "<f4") == -0.5).all() for turn in found["trace"])
 
 
 def test_openai_calls_a_tool(openai: Any, chat: Chat, recorded: str) -> None:

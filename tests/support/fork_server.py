@@ -220,7 +220,7 @@ def _become(request: dict[str, Any], streams: Sequence[int], connection: socket.
     command, environment = [sys.executable, *request["arguments"]], request["environment"]
     if not _can_follow(environment):
         os.execve(sys.executable, command, environment)
-    if environment.get("JAX_PLATFORMS") != os.environ.get("JAX_PLATFORMS"):
+    if "jax" in sys.modules and environment.get("JAX_PLATFORMS") != os.environ.get("JAX_PLATFORMS"):
         sys.modules["jax"].config.update("jax_platforms", environment.get("JAX_PLATFORMS"))
     os.environ.clear()
     os.environ.update(environment)
