@@ -339,7 +339,7 @@ def read_adapter(path: str, lora: Lora, mesh: Mesh | None = None, *, base: str =
             of = (file.metadata() or {}).get(BASE)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"config.lora.adapter={path}: {getattr(error, 'strerror', None) or error}") from error
-    if of is None:
+    if base and of is None:
         named = config.get("base_model_name_or_path")
         _log.warning("config.lora.adapter=%s: does not prove for which policy it was made; it names %s", path, named)
     elif base:
@@ -365,7 +365,7 @@ def read_adapter(path: str, lora: Lora, mesh: Mesh | None = None, *, base: str =
         ours[...], place[...] = place, 0
     for name, rest in joint.items():
         if np.any(rest):
-            raise ValueError(f"config.lora.targets: {name} in {weights} is not one adapter for each of them")
+            raise ValueError(f"config.lora.targets: {name} in {weights} adapts more than them, or gate and up together")
     if tensors:
         raise ValueError(f"config.lora.targets: {weights} has {min(tensors)} too")
     if mesh is None:
