@@ -4,7 +4,7 @@ Command    make quickstart, which makes the warm start and, by RL, the teacher; 
            scalerl-export --workdir=runs/quickstart --out=runs/quickstart-teacher
            scalerl-train --config=configs/distill.py --workdir=runs/distill
 Hardware   2 CPU cores, 4 GB of memory
-Time       a minute on two cores, after the quickstart
+Time       1 to 2 minutes on two cores, after the quickstart
 Expect     held-out pass rate from 0.31 to the teacher's, about 0.95, in a fifth of RL's model FLOPs
            (docs/how_to/distillation.md)
 """
