@@ -42,7 +42,7 @@ from scalerl_jax.gateway.generators import Generators, NoServer
 from scalerl_jax.gateway.server import check_installed, listen, serve
 from scalerl_jax.gateway.sessions import Sessions
 from scalerl_jax.model.decoder_config import check_folder
-from scalerl_jax.rollouts.servers.discovery import Discovery, read_credentials
+from scalerl_jax.rollouts.servers.discovery import ListedServers
 from scalerl_jax.system import files, signals
 
 FLAGS = flags.FLAGS
@@ -62,8 +62,7 @@ def main(config: Config, arguments: list[str]) -> None:
         tokenizer = Tokenizer(model)
         template = read_chat_template(model, config.environment.template_arguments)
         token = access()
-        listed = Discovery(FLAGS.servers) if FLAGS.servers else None
-        shown = read_credentials(config.fleet, name=listed.name if listed is not None else "")
+        listed = ListedServers.of(FLAGS.servers, config.fleet)
         vocabulary = vocabulary_of(model)
     for line in [template.unknown_end(tokenizer)] if template is not None else ["the model has no chat template"]:
         if line:
@@ -94,7 +93,7 @@ def main(config: Config, arguments: list[str]) -> None:
         async def serve_http() -> None:
             generators = Generators(
                 addresses,
-                credentials=shown,
+                credentials=listed.credentials,
                 fingerprint=tokenizer_fingerprint(model),
                 vocabulary=vocabulary,
             )
@@ -168,14 +167,14 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def servers(
-    config: Config, listed: Discovery | None, *, folder: str, maximum_tokens: int, share: float
+    config: Config, listed: ListedServers, *, folder: str, maximum_tokens: int, share: float
 ) -> Iterator[tuple[str, ...]]:
     """The addresses of the given servers, or of local ones, which end with the context.
 
     folder: for the files of local servers; empty: a temporary one. share: see StartingServers.
     """
-    if listed is not None:
-        yield listed.resolve()
+    if listed.addresses:
+        yield listed.addresses
         return
     with tempfile.TemporaryDirectory(prefix="scalerl-servers-") as temporary:
         local = StartingServers(config, folder or temporary, maximum_tokens=maximum_tokens, share=share)

@@ -320,7 +320,7 @@ def sharded_expert_mlp(
     specs = [(whole, partition_of_factors(adapter, whole)) for (_, adapter), whole in zip(weights, wholes, strict=True)]
     cut = [axis for dimension in range(3) for axis in axes_of(wholes[0], dimension)]
     grouped = "expert" in axes_of(wholes[0], 0)
-    assert grouped or mesh.shape["expert"] == 1, f"{weights[0].shape[0]} experts over {dict(mesh.shape)}"
+    assert grouped or mesh.shape["expert"] == 1, f"{weights[0][0].shape[0]} experts over {dict(mesh.shape)}"
     tokens, exact = PartitionSpec(ROWS, "context", None), dataclasses.replace(precision, sync="float32")
 
     def local(x: jax.Array, chosen: jax.Array, scale: jax.Array, *shards: Weight) -> jax.Array:

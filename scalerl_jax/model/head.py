@@ -197,8 +197,10 @@ def _scan(
         return jax.lax.all_gather(x, width, axis=1, tiled=True) if width else x
 
     rounded = gathered(precision.cast(jax.lax.stop_gradient(weight), dtype))
-    factors, sink = (), _sink(weight, size, width)
-    if adapter is not None:
+    factors: Any = ()
+    if adapter is None:
+        sink: Any = _sink(weight, size, width)
+    else:
         left, right = jax.lax.stop_gradient(adapter).factors(dtype)
         factors = left, gathered(right)
         sink = _sink(adapter.left, left.shape[1], ()), _sink(adapter.right, size, width)

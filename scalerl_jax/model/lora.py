@@ -6,8 +6,8 @@ A begins uniform in +-1/sqrt(in) and B at 0, so the first policy is the frozen o
 merged one, which is also what is sent: a generator receives weights, or their changes, and knows nothing of adapters.
 
 In a parameter tree a weight with an adapter is a `LowRank`, in the layout of its leaf: a matrix of a layer is [in, out]
-= a b with a [in, rank] and b [rank, out]; experts and tables are [.., out, in] = b a. The gradient of a layer's matrix
-goes through the rank: no dW is computed (decoder.project, experts.grouped_product, head._logits).
+= a b with a [in, rank] and b [rank, out]; experts and tables are [.., out, in] = b a. The gradient of every weight goes
+through the rank: no dW is computed (decoder.project, experts.grouped_product, head._logits).
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ class LowRank:
         return (self.left * self.scale).astype(dtype), (self.right * self.scale).astype(dtype)
 
     def of_factors(self, left: Any, right: Any) -> "LowRank":
-        """Likewise without the base: other factors, their cotangents, or what else there is of each."""
+        """Likewise without the base: of other factors, their cotangents or their partitions."""
         return LowRank(None, left, right, self.scale)  # type: ignore[arg-type]
 
     def _add(self, base: jax.Array, left: jax.Array) -> jax.Array:

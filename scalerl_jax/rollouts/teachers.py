@@ -263,7 +263,7 @@ class _Teacher:
         self._lost = True  # no server can be asked
 
     def jobs(self) -> list[Coroutine[Any, Any, None]]:
-        """To run until cancelled."""
+        """What runs for it on the fleet's loop."""
         self._list(self._where.addresses)
         seconds, warning = self._context.config.fleet.discovery_seconds, "%s; the teacher's servers stay as they are"
         return [self._connect(), relist(self._where.resolve, self._list, seconds=seconds, warning=warning)]

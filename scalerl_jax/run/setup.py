@@ -22,7 +22,7 @@ from scalerl_jax.rollouts import trust
 from scalerl_jax.rollouts.parity import LIMITS_WITH_EXPERTS
 from scalerl_jax.rollouts.requests import Requests, Routed
 from scalerl_jax.rollouts.servers import teacher_server
-from scalerl_jax.rollouts.servers.discovery import ListedServers, Servers, read_credentials
+from scalerl_jax.rollouts.servers.discovery import ListedServers, Servers
 from scalerl_jax.rollouts.servers.validate_status import Expected, ProbeError, compare
 from scalerl_jax.run import continuing, inputs
 from scalerl_jax.run.folder import RunFolder
@@ -32,12 +32,10 @@ LOW_RATE = 2e-6  # a lower one is remarked on with an adapter; training all para
 
 def given_servers(config: Config, text: str) -> ListedServers:
     """text: the value of --servers; if it is empty, local ones are started."""
-    if text:
-        return ListedServers.of(text, config.fleet)
-    shown = read_credentials(config.fleet)
-    if shown.authority:
+    listed = ListedServers.of(text, config.fleet)
+    if not text and listed.credentials.authority:
         raise ValueError("config.fleet.tls_authority: requires --servers; local ones are reached without TLS")
-    return ListedServers(credentials=shown)
+    return listed
 
 
 def expected_of(config: Config, decoder: DecoderConfig | None, *, maximum_tokens: int) -> Expected:

@@ -37,7 +37,7 @@ from scalerl_jax.gateway.command import (
 from scalerl_jax.gateway.generators import Generators, NoServer
 from scalerl_jax.gateway.server import check_installed
 from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_config
-from scalerl_jax.rollouts.servers.discovery import Discovery, read_credentials
+from scalerl_jax.rollouts.servers.discovery import ListedServers
 from scalerl_jax.run import continuing
 from scalerl_jax.run.folder import acquire_lock, explain_write_errors
 from scalerl_jax.system import signals
@@ -60,8 +60,7 @@ def main(config: Config, arguments: list[str]) -> None:
         longest = FLAGS.maximum_tokens
         if longest > config.learner.seq_len + 1:
             raise ValueError(f"--maximum_tokens={longest}: above config.learner.seq_len={config.learner.seq_len}")
-        listed = Discovery(FLAGS.servers) if FLAGS.servers else None
-        shown = read_credentials(config.fleet, name=listed.name if listed is not None else "")
+        listed = ListedServers.of(FLAGS.servers, config.fleet)
         entry.check_out("--workdir", FLAGS.workdir)
     os.makedirs(FLAGS.workdir, exist_ok=True)
 
@@ -82,7 +81,8 @@ def main(config: Config, arguments: list[str]) -> None:
 
         def generators() -> Generators:
             fingerprint = tokenizer_fingerprint(model)
-            return Generators(addresses, credentials=shown, fingerprint=fingerprint, vocabulary=decoder.vocab_size)
+            shown, vocabulary = listed.credentials, decoder.vocab_size
+            return Generators(addresses, credentials=shown, fingerprint=fingerprint, vocabulary=vocabulary)
 
         asyncio.run(_serve(config, listening, generators, decoder, tokenizer, longest=longest, token=token))
     signals.raise_if_interrupted()

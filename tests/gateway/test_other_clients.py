@@ -2,7 +2,6 @@
 seconds, most of them imports."""
 
 import asyncio
-import importlib.util
 import json
 import pathlib
 from typing import Any
@@ -16,17 +15,13 @@ from tests.gateway.chat_model import QUESTION, TOOL, array, check_conversation, 
 pytestmark = pytest.mark.slow
 
 
-def need(library: str) -> None:
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed: make test-adapters")
+MISSING = "not installed: make test-adapters"
 
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 def test_litellm_calls_a_tool(chat: Chat, recorded: str, provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    need("litellm")
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network
-    import litellm
-
+    litellm = pytest.importorskip("litellm", reason=MISSING)
     session = f"litellm-{provider}"
     base = f"http://{recorded}/s/{session}" + ("/v1" if provider == "openai" else "")
 
@@ -51,7 +46,7 @@ def test_litellm_calls_a_tool(chat: Chat, recorded: str, provider: str, monkeypa
 
 
 def test_verifiers_relays_a_conversation(chat: Chat, recorded: str) -> None:
-    need("verifiers")
+    pytest.importorskip("verifiers", reason=MISSING)
     from verifiers.v1.clients.eval import EvalClient
     from verifiers.v1.configs.client import EvalClientConfig
     from verifiers.v1.dialects import ChatDialect
@@ -77,7 +72,7 @@ def test_verifiers_relays_a_conversation(chat: Chat, recorded: str) -> None:
 
 def test_verifiers_trains_on_what_was_sampled(chat: Chat, model: pathlib.Path, made_up: str) -> None:
     """Its training client renders by itself, and asks for token ids and log-probs."""
-    need("verifiers")
+    pytest.importorskip("verifiers", reason=MISSING)
     from verifiers.v1.clients.train import TrainClient
     from verifiers.v1.configs.client import TrainClientConfig
     from verifiers.v1.dialects import ChatDialect

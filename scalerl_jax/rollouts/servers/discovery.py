@@ -87,7 +87,10 @@ class ListedServers:
 
     @classmethod
     def of(cls, text: str, fleet: FleetConfig, *, field: str = "--servers") -> Self:
-        """text: the value of the flag or field. Raises ValueError as Discovery and read_credentials."""
+        """text: the value of the flag or field; "": no server is listed. Raises ValueError as Discovery and
+        read_credentials."""
+        if not text:
+            return cls(credentials=read_credentials(fleet))
         found = Discovery(text, field=field)
         shown = read_credentials(fleet, name=found.name)
         return cls(found.resolve(), found.resolve if found.changes else None, shown)
