@@ -20,6 +20,7 @@ Answers are not evaluated here; scalerl-train does that at step 0.
 import contextlib
 import dataclasses
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -63,12 +64,17 @@ _INITIAL = 4  # a stream of random numbers, separate from those of traces/built_
 # ---- The decoder and its tokenizer ---------------------------------------------------------------------------------
 
 
-def settle_tokenizer(config: Config, folder: RunFolder) -> str:
-    """The folder of the tokenizer: the start model's, or one made here (whole or not at all)."""
+def settle_tokenizer(config: Config, folder: RunFolder, *, begun: bool) -> str:
+    """The folder of the tokenizer: the start model's, or one made here (whole or not at all).
+
+    begun: whether there is a checkpoint. Until then the config may change, so the tokenizer is made again.
+    """
     if config.sft.model_path:
         check_folder("config.sft.model_path", config.sft.model_path)
         return config.sft.model_path
     out = folder.path("tokenizer")
+    if os.path.isdir(out) and not begun:
+        shutil.rmtree(out)
     if not os.path.isdir(out):
         with files.whole_folder(out) as folder_there:
             corpus = (trace_files if config.sft.traces else built_in).corpus(config)
@@ -222,7 +228,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
 
         # ---- 2. Tokenizer, traces, decoder -------------------------------------------------------------------------
         with entry.user_mistakes():
-            tokenizer_folder = settle_tokenizer(config, folder)
+            tokenizer_folder = settle_tokenizer(config, folder, begun=saved is not None)
             tokenizer = Tokenizer(tokenizer_folder)
             decoder = decoder_config(config, tokenizer)
             if config.sft.model_path and saved is None:

@@ -6,6 +6,7 @@
     OpenEnv(connect)          a client of openenv: reset(seed=) and step(action) -> {observation, reward, done}
     SkyRL(make)               skyrl-gym: init(prompt) -> (messages, info); step(text) -> {observations, reward, done}
     TRL(factory, config)      a class for TRL's environment_factory: reset(**row), its other methods are tools
+    Verifiers(settings)       a taskset of verifiers, played by its own agents, which call the policy by HTTP
 
 A row's prompt is the first observation of its environment. So each row is reset once when rows are made, and again in
 each of its episodes, and must give the same prompt; `random` and numpy are seeded alike both times, from the row.
@@ -17,12 +18,17 @@ imported here.
 """
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import inspect
+import itertools
 import json
+import os
 import random
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +36,7 @@ import numpy as np
 
 from scalerl_jax.config import EnvironmentConfig
 from scalerl_jax.environments.base import Completion, Row, Score
-from scalerl_jax.environments.episode import Step
+from scalerl_jax.environments.episode import Client, Step
 from scalerl_jax.environments.tools import ToolEpisode, Tools
 
 HELD_OUT_SEEDS = 10**6  # the first seed of held-out rows; those of training rows start at 0
@@ -382,6 +388,73 @@ class _PlayingTools:
         step = self._tools.step(turn)
         self._completion += map(dict, step.messages)
         return dataclasses.replace(step, correct=None) if step.done else step
+
+
+class Verifiers:
+    """An environment of verifiers (`verifiers.v1`). Each episode is one of its: its agents' programs call the policy.
+
+    settings: of its EnvConfig, as its own config files have them: {"taskset": {"id": ...}, "agent": {...}}.
+    prompts: the most tasks; needed for a taskset without an end.
+
+    An agent with a `client` of its own is not the policy: its turns are not trained on, nor do its rewards count. The
+    reward is the mean of the rewards of the other agents' traces. Raises ValueError for settings that retry episodes,
+    and in an episode for an agent that is the policy and not to be trained.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], *, prompts: int | None = None):
+        self._settings, self._prompts = settings, prompts
+
+    def prepare(self) -> None:
+        _ = self._environment  # imports verifiers once, and not in every episode's process
+
+    def rows(self, split: str) -> Iterator[Row]:
+        tasks = self._environment.taskset
+        if self._prompts is None and tasks.INFINITE:
+            raise ValueError("the taskset has no end: prompts=... says how many of its tasks are rows")
+        for task in itertools.islice(tasks, self._prompts) if split == "train" else ():
+            data = task.data.model_dump(mode="json")
+            text = data["prompt"] if isinstance(data["prompt"], str) else json.dumps(data["prompt"] or data["name"])
+            yield Row(text, extra={"task": data}, key=_key(data))
+
+    async def run(self, row: Row, client: Client) -> dict[str, Any]:
+        from verifiers import v1
+
+        kind = type(self._environment.taskset).task_type()
+        task = kind(kind.data_type().model_validate(row.extra["task"]), self._environment.config.taskset.task)
+        os.environ["SCALERL_API_KEY"] = client.api_key  # verifiers reads keys only from variables
+        policy = v1.EvalClientConfig(base_url=client.base_url, api_key_var="SCALERL_API_KEY")
+        (slot,) = self._environment.slots(task)
+        async with self._environment.serving():
+            episode = await self._environment.run_slot(slot, v1.ModelContext(model=client.model, client=policy))
+        for failed in (episode, *episode.traces):
+            for error in failed.errors:
+                raise RuntimeError(f"{error.type}: {error.message}")
+        traces = [trace for trace in episode.traces if trace.agent.config.client.base_url == client.base_url]
+        for trace in traces:
+            if not trace.agent.trainable:
+                raise ValueError(f"the agent {trace.agent.name!r} is not to be trained: give it a client of its own")
+        if not traces:
+            raise ValueError("no agent is the policy: each has a client of its own")
+        found = collections.defaultdict[str, list[float]](list)
+        for trace in traces:
+            rewards = {name: reward and reward.value for name, reward in trace.rewards.items()}
+            for name, value in {**trace.metrics, **rewards}.items():
+                if value is not None:
+                    found[f"{trace.agent.name}/{name}"].append(value)
+        metrics = {name: statistics.fmean(values) for name, values in found.items()}
+        return {"reward": statistics.fmean(trace.reward for trace in traces), "metrics": metrics}
+
+    @functools.cached_property
+    def _environment(self) -> Any:
+        from verifiers import v1
+
+        settings = v1.resolve_env_config(dict(self._settings))
+        agents = [value for _, value in settings if isinstance(value, v1.AgentConfig)]
+        if any(each.retries.max_retries or getattr(each.retries, "rules", ()) for each in (settings, *agents)):
+            raise ValueError(
+                "verifiers would repeat failed episodes, of which every turn is trained on: leave retries out"
+            )
+        return v1.load_environment(settings)
 
 
 def _result(value: Any) -> Any:

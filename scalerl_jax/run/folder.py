@@ -38,7 +38,7 @@ from scalerl_jax.system import files
 from scalerl_jax.system.files import plain, read_object, write_whole
 
 # Files that depend on the config: while none of them exists, the folder may take another config.
-_MADE = ("metrics.jsonl", "evals.jsonl", "checkpoints", "tokenizer", "model")
+_MADE = ("metrics.jsonl", "evals.jsonl", "checkpoints", "model")
 
 LARGEST_INCARNATION = 2**63  # incarnations are nanoseconds since 1970: the year 2262
 

@@ -4,13 +4,20 @@ seconds, most of them imports."""
 import asyncio
 import json
 import pathlib
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 
+from scalerl_jax.config import Config
+from scalerl_jax.environments.adapters import Verifiers
+from scalerl_jax.environments.episode import Client
+from scalerl_jax.environments.episode_pool import EpisodeFailed
+from scalerl_jax.environments.load import make_environment
 from scalerl_jax.gateway.chat import Chat
 from tests.gateway.chat_model import QUESTION, TOOL, array, check_conversation, trace
+from tests.support.episodes import pool_of
 
 pytestmark = pytest.mark.slow
 
@@ -89,3 +96,89 @@ def test_verifiers_trains_on_what_was_sampled(chat: Chat, model: pathlib.Path, m
     assert list(tokens.prompt_ids) == chat.render([QUESTION], []) and len(tokens.completion_ids) <= 20
     np.testing.assert_array_equal(tokens.completion_ids, array(turn["token_ids"]))
     np.testing.assert_allclose(tokens.completion_logprobs, array(turn["logprobs"], "<f4"), atol=1e-6)
+
+
+TASKSET = """
+import openai
+import verifiers.v1 as vf
+from verifiers.v1.runtimes import ProgramResult
+
+class Sum(vf.Task):
+    @vf.reward(weight=0.5)
+    async def right(self, trace: vf.Trace) -> float:
+        return float("4" in trace.last_reply)
+
+    @vf.metric
+    async def turns(self, trace: vf.Trace) -> float:
+        return float(trace.num_turns)
+
+class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
+    INFINITE = True
+
+    def load(self):
+        while True:
+            yield Sum(vf.TaskData(idx=0, prompt="2+2?"), self.config.task)
+
+class Asks(vf.Harness[vf.HarnessConfig]):
+    NEEDS_CONTAINER = EXECUTES_CODE = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, *_, **__):
+        client = openai.AsyncOpenAI(base_url=endpoint, api_key=secret)
+        messages = [{"role": "user", "content": data.prompt}]
+        await client.chat.completions.create(model=ctx.model, messages=messages)
+        return ProgramResult(exit_code=0, stdout="", stderr="")
+
+class PairConfig(vf.EnvConfig):
+    solver: vf.AgentConfig = vf.AgentConfig(runtime={"type": "subprocess"})
+    judge: vf.AgentConfig = vf.AgentConfig(runtime={"type": "subprocess"})
+
+class Pair(vf.Env[PairConfig]):
+    async def setup(self, agents):
+        agents.judge.trainable = False
+
+    async def run(self, task, agents):
+        for agent in (agents.solver, agents.solver, agents.judge):
+            await agent.run(task)
+
+__all__ = ["Sums", "Asks", "Pair"]
+"""
+
+
+def test_a_taskset_of_verifiers_is_played_by_its_agents(
+    recorded: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verifiers", reason=MISSING)
+    (tmp_path / "sums.py").write_text(TASKSET)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    settings = {"taskset": {"id": "sums"}, "judge": {"client": {"type": "eval", "base_url": f"http://{recorded}/v1"}}}
+    file = tmp_path / "tasks.py"
+    file.write_text(f"""
+from scalerl_jax.environments.adapters import Verifiers
+
+def game(config):
+    return Verifiers({settings}, prompts=3)
+
+def all_trained(config):
+    return Verifiers({{"taskset": {{"id": "sums"}}}}, prompts=3)
+""")
+
+    def played(name: str) -> Any:
+        config = Config()
+        config.environment.name = f"{file}:{name}"
+        row, *others = make_environment(config).rows("train")
+        assert row.text == "2+2?" and row.agent and len(others) == 2
+        with closing(pool_of(config)) as pool:
+            base = f"http://{recorded}/s/{name}"
+            return asyncio.run(pool.run(row, Client(f"{base}/v1", base, "any", name, "tiny")))
+
+    score = played("game")
+    assert score.reward == 0.5 and not score.correct  # the mean of two agents; the judge's does not count
+    assert score.metrics == {"solver/right": 0.5, "solver/turns": 1.0}
+    assert len(trace(recorded, "game")["trace"]) == 2  # the judge's turn is not the policy's
+    with pytest.raises(EpisodeFailed, match="the agent 'judge' is not to be trained: give it a client of its own"):
+        played("all_trained")
+    with pytest.raises(ValueError, match=r"has no end: prompts=\.\.\. says how many"):
+        next(Verifiers(settings).rows("train"))
+    with pytest.raises(ValueError, match="would repeat failed episodes"):
+        next(Verifiers({**settings, "solver": {"retries": {"max_retries": 1}}}).rows("train"))

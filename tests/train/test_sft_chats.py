@@ -209,3 +209,6 @@ def test_chats_need_a_template(config, tmp_path):
     with pytest.raises(UserError, match=r"chats\.parquet row 1: the prompt is messages, and .* has no chat template"):
         sft.main(config, str(tmp_path))
     assert not (tmp_path / "model").exists() and not (tmp_path / "traces").exists()
+    config.sft.vocab_size += 1  # nothing is trained yet, so the config may change
+    with pytest.raises(UserError, match=r"has no chat template"):
+        sft.main(config, str(tmp_path))
