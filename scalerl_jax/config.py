@@ -122,7 +122,9 @@ class EnvironmentConfig:
     tool_characters: Positive[int] = 8192  # Characters of a tool's result that the policy gets to read.
     # Wall-clock seconds that one step of an episode may take.
     turn_seconds: Positive[float] = 60.0
-    episode_seconds: Positive[float] = 600.0  # Wall-clock seconds that one run of an agent may take.
+    # Wall-clock seconds that an episode may take, or one run of an agent; also the CPU seconds of its process. An
+    # episode is cut behind the turn with which they are over.
+    episode_seconds: Positive[float] = 600.0
     # Runs of agents at once, each a process. A mixture uses the largest value of its environments.
     agents: Positive[int] = 64
     # Address space of a process that scores answers or plays an episode. A mixture uses the largest value of its

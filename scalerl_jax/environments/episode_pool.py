@@ -4,7 +4,8 @@
                      trajectory, for whatever reason that ends
     done             returns the score: the sum of the turns' rewards; `correct` is that of the last step
     not done         returns the reply, as token ids appended to the next turn's prompt; if no further turn fits within
-                     rollout.max_turns or max_episode_tokens, the trajectory is cut, like a completion that is too long
+                     rollout.max_turns or max_episode_tokens, or environment.episode_seconds have passed, the trajectory
+                     is cut, like a completion that is too long
     cut              a turn cut by its token budget ends the trajectory; the environment is not called
     failed           an exception of the environment, a crash or a step that takes too long is not the policy's fault:
                      the trajectory is excluded, and counted in the metrics
@@ -194,6 +195,9 @@ class EpisodePool:
         rollout = self._config.rollout
         if trajectory.turns >= rollout.max_turns:
             return self._cut(trajectory, "max_turns", f"not done after {trajectory.turns} turns")
+        most = self._settings(row).episode_seconds
+        if time.monotonic() - connection.began > most:
+            return self._cut(trajectory, "deadline", f"not done after {most:g} s (episode_seconds)")
         try:
             text, reply = self._replies.encode(row, step.messages, behind=ids[-1])
         except ValueError as error:
@@ -339,7 +343,7 @@ class _Connection:
     """An episode's socket, and the results of its turns so far."""
 
     def __init__(self, connection: socket.socket):
-        self.socket = connection
+        self.socket, self.began = connection, time.monotonic()
         self.rewards, self.seconds = list[float](), 0.0  # reward of each turn; seconds of all turns
         self.metrics: dict[str, float] = {}
         self.reply = ""  # text of the last reply
@@ -355,7 +359,7 @@ class _Connection:
         try:
             found = json.loads(exchange(self.socket, line, seconds + GRACE_SECONDS))
         except EOFError:
-            why = f"its process ended: it crashed, or a step took {seconds:g} s (turn_seconds)"
+            why = f"its process ended: it crashed, a step took {seconds:g} s (turn_seconds), or its CPU time was up"
             raise EpisodeFailed(why) from None
         except (OSError, ValueError) as error:
             # The process is alive, since its end of the socket is open: user code must have cancelled its alarm.

@@ -13,7 +13,7 @@ A fork costs milliseconds and shares the memory of the environments. A crash, a 
 only its process. A step is interrupted after environment.turn_seconds by clock, and an agent after
 environment.episode_seconds; seconds later the process ends if that did nothing, as in compiled code. An episode ends
 when its socket closes, after calling its close() within the same limit. `random` and numpy are seeded alike in all
-episodes of a row.
+episodes of a row. A process may use as much CPU time as its episode may take, which ends one whose threads spin.
 """
 
 import contextlib
@@ -22,8 +22,10 @@ import faulthandler
 import functools
 import gc
 import json
+import math
 import os
 import random
+import resource
 import signal
 import socket
 import sys
@@ -84,6 +86,13 @@ def _answer(question: Mapping[str, Any], environments: EnvironmentParts, episode
     return {"step": dataclasses.asdict(as_step(episodes[0].step(turn)))}
 
 
+def _limit_cpu(seconds: float) -> None:
+    """The kernel ends this process, and each that it starts, after so many seconds of CPU time."""
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = math.ceil(min(seconds, 2**31))
+    resource.setrlimit(resource.RLIMIT_CPU, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+
+
 def _play(connection: socket.socket, environments: EnvironmentParts, configs: Mapping[str, Config]) -> None:
     """Plays an episode until its socket closes."""
     episodes: list[Any] = []
@@ -93,6 +102,7 @@ def _play(connection: socket.socket, environments: EnvironmentParts, configs: Ma
             question = json.loads(line)
             if not episodes:
                 settings = configs[question["part"]].environment
+                _limit_cpu(settings.episode_seconds)
             name = "episode_seconds" if "client" in question else "turn_seconds"
             limit = getattr(settings, name)
             try:

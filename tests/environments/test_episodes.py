@@ -40,6 +40,7 @@ class Echo:
         if turn == "compiled":  # a lock that this thread holds already
             lock = ctypes.create_string_buffer(64)
             for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(lock)
+        while turn == "spin": pass
         if turn == "odd": return 5
         if turn == "long": raise ValueError("x" * 10_000_000)
         if turn == "done":
@@ -233,6 +234,26 @@ def test_a_step_that_hangs_is_ended(tmp_path):
         eventually(lambda: player.closes() == 1)
         score = player.say("compiled")
         assert score.excluded and "a step took 0.5 s (turn_seconds)" in score.why and player.closes() == 1
+
+
+def test_an_episode_ends_when_its_time_is_over(tmp_path):
+    """The turn with which it is over still counts: it may have been the last."""
+    config = config_of(tmp_path, "Echoes")
+    config.environment.episode_seconds = 1e-6
+    with closing(pool_of(config)) as pool:
+        player = Player(pool, tmp_path)
+        score = player.say("go on")
+        assert score.metrics["ended/deadline"] == 1.0 and not score.excluded and "episode_seconds" in score.why
+        assert player.trajectory.completion.finish_reason == "length"
+
+
+def test_an_episode_whose_threads_spin_is_ended(tmp_path):
+    """CPU time is limited too. About 1 CPU second."""
+    config = config_of(tmp_path, "Echoes")
+    config.environment.episode_seconds = 1.0
+    with closing(pool_of(config)) as pool:
+        score = Player(pool, tmp_path).say("spin")
+        assert score.excluded and "its CPU time was up" in score.why
 
 
 def test_a_long_error_is_cut(player, caplog):
