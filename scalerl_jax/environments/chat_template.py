@@ -12,6 +12,7 @@ Not supported on purpose: templates of a processor (chat_template.json) and the 
 adds if tokenizer_config.json names none.
 """
 
+import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -41,15 +42,20 @@ class ChatTemplate:
     def __init__(self, *, file: str, template: str, tokens: Mapping[str, str], arguments: Mapping[str, Any]):
         self.file = file
         self.dated = False  # whether any rendering so far contains today's date
-        self.text, self._arguments = template, {**tokens, **arguments}
+        self.text, self._arguments = template, tokens
         self.marks_turns = _MARKS_TURNS.search(template) is not None  # whether it marks the assistant's tokens
+        self._arguments = self.with_arguments(arguments, "config.environment.template_arguments")._arguments
+
+    def with_arguments(self, arguments: Mapping[str, Any], setting: str) -> "ChatTemplate":
+        """The template with further arguments. setting: the one with them, named by a ValueError as above."""
         for name in arguments:
             if name in _RESERVED:
-                raise ValueError(f"config.environment.template_arguments: {name!r} is not for the config to give")
-            if not re.search(rf"\b{re.escape(name)}\b", template):
-                raise ValueError(
-                    f"config.environment.template_arguments: the chat template in {file} does not read {name!r}"
-                )
+                raise ValueError(f"{setting}: {name!r} is not for it to give")
+            if not re.search(rf"\b{re.escape(name)}\b", self.text):
+                raise ValueError(f"{setting}: the chat template in {self.file} does not read {name!r}")
+        other = copy.copy(self)
+        other._arguments = {**self._arguments, **arguments}
+        return other
 
     def render(
         self, messages: Messages, *, generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] = ()

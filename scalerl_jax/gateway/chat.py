@@ -51,23 +51,25 @@ class Chat:
         self.vocabulary = max(tokenizer.vocabulary, vocabulary)
         self._form = (form_of(template) if template is not None else None) or HERMES
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The prompt tokens of the assistant's next turn. Raises NotRendered."""
-        return self._encoded(lambda template: template.render(messages, tools=tools))
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] = {}
+    ) -> list[int]:
+        """The prompt tokens of the assistant's next turn. arguments: of the template. Raises NotRendered."""
+        return self._encoded(arguments, lambda template: template.render(messages, tools=tools))
 
-    def reply(self, messages: Sequence[Message], *, behind: int) -> list[int]:
+    def reply(self, messages: Sequence[Message], arguments: Mapping[str, Any] = {}, *, behind: int) -> list[int]:
         """What the template writes after an assistant's turn that ends with token `behind`, up to its next turn.
 
         Raises NotRendered.
         """
-        ids = self._encoded(lambda template: template.next_turn(messages))
+        ids = self._encoded(arguments, lambda template: template.next_turn(messages))
         return ids[1:] if ids[:1] == [behind] else ids  # the turn's end has been sampled
 
-    def _encoded(self, render: Callable[[ChatTemplate], str]) -> list[int]:
+    def _encoded(self, arguments: Mapping[str, Any], render: Callable[[ChatTemplate], str]) -> list[int]:
         if self._template is None:
             raise NotRendered("the model has no chat template: ask /v1/completions")
         try:
-            return self.tokenizer.encode(render(self._template))
+            return self.tokenizer.encode(render(self._template.with_arguments(arguments, "chat_template_kwargs")))
         except ValueError as error:
             raise NotRendered(str(error)) from error
 

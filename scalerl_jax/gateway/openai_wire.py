@@ -22,8 +22,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NOT_OFFERED = {
     "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0, "min_tokens": 0,
     "logit_bias": None, "echo": False, "best_of": 1, "suffix": "", "prompt_logprobs": None, "functions": None,
-    "ignore_eos": False, "use_beam_search": False, "chat_template_kwargs": None, "guided_json": None,
-    "structured_outputs": None,
+    "ignore_eos": False, "use_beam_search": False, "guided_json": None, "structured_outputs": None,
 }  # fmt: skip
 _NOT_OF_TEXTS = {
     **_NOT_OFFERED, "stop_token_ids": None, "add_generation_prompt": True, "continue_final_message": False,
@@ -46,6 +45,7 @@ def chat(body: Mapping[str, Any]) -> SampleRequest:
     return SampleRequest(
         messages=_messages(field(body, "messages", list, [])),
         tools=_tools(field(body, "tools", list, [])) if calls_tools else (),
+        template_arguments=field(body, "chat_template_kwargs", dict, {}),
         choices=number(body, "n", 1, 1, wire.MOST_CHOICES, whole=True),
         max_tokens=most or number(body, "max_tokens", None, 1, 2**31 - 1, whole=True),
         **wire.sampling_fields(body),
@@ -54,7 +54,7 @@ def chat(body: Mapping[str, Any]) -> SampleRequest:
 
 def completions(body: Mapping[str, Any], tokenizer: Tokenizer, vocabulary: int) -> list[SampleRequest]:
     """One for each prompt, whose token ids are below `vocabulary`. Raises ApiError naming the field at fault."""
-    wire.refuse(body, **_NOT_OF_TEXTS)
+    wire.refuse(body, **_NOT_OF_TEXTS, chat_template_kwargs=None)
     number(body, "logprobs", None, 0, 5, whole=True)
     prompt = field(body, "prompt", (str, list))
     if not prompt:

@@ -63,6 +63,7 @@ class ClientRequest:
     digest: str = ""  # of the whole request
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    template_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template
     prompt: np.ndarray | None = None  # [tokens] int32; None: the messages
     choices: int = 1
     seed: int | None = None
@@ -291,17 +292,19 @@ class Session:
         turn, behind, history = self._extends(call)
         if turn is not None:
             try:
-                reply = chat.reply(call.messages[behind:], behind=int(turn.token_ids[-1]))
+                reply = chat.reply(call.messages[behind:], call.template_arguments, behind=int(turn.token_ids[-1]))
                 return turn.turn_id, np.asarray(reply, np.int32), history
             except ValueError:  # a template that renders such messages only in a whole chat
                 pass
-        whole = np.asarray(chat.render(call.messages, call.tools), np.int32)
+        whole = np.asarray(chat.render(call.messages, call.tools, call.template_arguments), np.int32)
         parent = self._longest(whole)
         return parent, whole[len(self.path(parent)) :], history
 
     def _extends(self, call: ClientRequest) -> tuple[Turn | None, int, str]:
         """The turn that the messages continue, the number of messages up to it, and the digest of all."""
         at, found, behind = _digest("", call.tools), None, 0
+        if call.template_arguments:  # with others, what is before the messages may be different
+            at = _digest(at, call.template_arguments)
         for number, message in enumerate(call.messages, 1):
             if message["role"] != "assistant":
                 at = _digest(at, message)

@@ -190,7 +190,7 @@ def test_arguments_that_do_nothing_are_refused(folders):
     path = folders["qwen3"][0].path
     with pytest.raises(ValueError, match=r"the chat template in .*qwen3.* does not read 'enable_thinkin'"):
         read_chat_template(path, {"enable_thinkin": False})
-    with pytest.raises(ValueError, match=r"template_arguments: 'messages' is not for the config to give"):
+    with pytest.raises(ValueError, match=r"template_arguments: 'messages' is not for it to give"):
         read_chat_template(path, {"messages": []})
 
 

@@ -22,8 +22,9 @@ from scalerl_jax.environments import Row
 from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.environments.chat_template import read_chat_template
 from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.gateway import openai_wire
 from scalerl_jax.gateway.agents import completions_of
-from scalerl_jax.gateway.chat import Chat
+from scalerl_jax.gateway.chat import Chat, NotRendered
 from scalerl_jax.gateway.journal import Journal
 from scalerl_jax.gateway.sessions import Branch, ClientRequest, Session, SessionOver, Turn, branches
 from scalerl_jax.learner.batch import build
@@ -294,6 +295,24 @@ def test_siblings_and_other_tools_begin_at_their_own_node(chat: Chat) -> None:
     assert len(branches(client.session.turns)) == 3
     ((then,),) = ask(client, ClientRequest("2", (USER, second.message, USER)))
     assert then.parent == second.turn_id
+
+
+def test_a_request_gives_arguments_of_the_template(chat: Chat) -> None:
+    def call(digest: str, thinks: bool, *messages: Any) -> ClientRequest:
+        return ClientRequest(digest, messages, template_arguments={"enable_thinking": thinks})
+
+    body = {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}}
+    assert openai_wire.chat(body).template_arguments == {"enable_thinking": False}
+    client = Client(chat, random.Random(5))
+    ((turn,),) = ask(client, call("1", False, USER))
+    begins = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert chat.tokenizer.decode(turn.added.tolist()).endswith(begins)
+    then, other = [ask(client, call(f"{thinks}", thinks, USER, turn.message, USER))[0][0] for thinks in (False, True)]
+    assert then.parent == turn.turn_id and chat.tokenizer.decode(then.added.tolist()).endswith(begins)
+    assert not chat.tokenizer.decode(other.added.tolist()).endswith(begins)
+    for wrong, said in (("messages", "not for it to give"), ("no_such", "does not read 'no_such'")):
+        with pytest.raises(NotRendered, match=f"chat_template_kwargs: .*{said}"):
+            chat.render((USER,), (), {wrong: 1})
 
 
 @pytest.mark.parametrize("again", [{"key": "k"}, {"retry": True}], ids=["key", "retry"])
