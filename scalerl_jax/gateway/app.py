@@ -307,7 +307,14 @@ class Gateway:
 
     async def _trace(self, request: Request) -> Response:
         name = self._open_name(request)
-        turns = self._sessions.open[name].turns
+        session, form = self._sessions.open[name], request.query_params.get("form", "turns")
+        if form == "openenv":
+            return JSONResponse(
+                {"schema_version": 1, "turns": [_openenv_turn(session, turn) for turn in session.turns]}
+            )
+        if form != "turns":
+            raise bad(f"form: turns and openenv are offered, not {form!r}", "form")
+        turns = session.turns
         paths = [branch.turns for branch in branches(turns)]
         found = {**self._summary(name), "branches": paths, "trace": [turn.to_json() for turn in turns]}
         return JSONResponse(found)
@@ -386,6 +393,20 @@ async def _answered(
 
     headers["cache-control"] = "no-cache"
     return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+
+
+def _openenv_turn(session: Session, turn: Turn) -> dict[str, Any]:
+    """A TrainingTurn of OpenEnv."""
+    prompt = [*session.path(turn.parent).tolist(), *turn.added.tolist()]
+    mask = np.r_[np.zeros(len(prompt), int), np.ones(len(turn.token_ids), int)]
+    for start, end in turn.forced:
+        mask[len(prompt) + start : len(prompt) + end] = 0
+    return {
+        "node_id": str(turn.turn_id), "prompt_token_ids": prompt, "completion_token_ids": turn.token_ids.tolist(),
+        "per_token_logps": turn.logprobs.tolist(), "loss_mask": mask.tolist(),
+        "response": {"message": turn.message, "finish_reason": turn.finish_reason},
+        "metadata": {"parent": turn.parent, "versions": turn.versions},
+    }  # fmt: skip
 
 
 def _too_long(prompt: int, most: int) -> ApiError:

@@ -7,6 +7,7 @@ import pathlib
 from contextlib import closing
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -96,6 +97,19 @@ def test_verifiers_trains_on_what_was_sampled(chat: Chat, model: pathlib.Path, m
     assert list(tokens.prompt_ids) == chat.render([QUESTION], []) and len(tokens.completion_ids) <= 20
     np.testing.assert_array_equal(tokens.completion_ids, array(turn["token_ids"]))
     np.testing.assert_allclose(tokens.completion_logprobs, array(turn["logprobs"], "<f4"), atol=1e-6)
+
+
+def test_openenv_reads_a_trace(chat: Chat, recorded: str) -> None:
+    training = pytest.importorskip("openenv.core.harness.training", reason=MISSING)
+    address = f"http://{recorded}/sessions/openenv/trace?form="
+    body = {"model": "tiny", "messages": [QUESTION], "max_tokens": 400}
+    httpx.post(f"http://{recorded}/s/openenv/v1/chat/completions", json=body).raise_for_status()
+    (turn,) = training.TrainingTrace.model_validate(httpx.get(address + "openenv").json()).turns
+    (ours,) = trace(recorded, "openenv")["trace"]
+    assert turn.prompt_token_ids == chat.render([QUESTION], [])
+    assert turn.completion_token_ids == array(ours["token_ids"]).tolist()
+    assert turn.loss_mask == [0] * len(turn.prompt_token_ids) + [1] * len(turn.completion_token_ids)
+    assert httpx.get(address + "other").status_code == 400
 
 
 TASKSET = """
