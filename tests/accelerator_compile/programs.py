@@ -21,6 +21,7 @@ from launch.machines import parse
 from rollout_server.engines.jax import caches, decode, prompts
 from rollout_server.engines.jax.engine import _hidden, _score
 from rollout_server.engines.jax.weights import abstract_weights, decode_precision
+from scalerl_jax.learner.memory_estimate import bytes_on_one_device, needs_of
 from scalerl_jax.learner.trainer import Layout
 from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model import Precision
@@ -76,6 +77,7 @@ def facts(program: Any, mesh: dict[str, int] | None = None) -> dict[str, Any]:
         "products": sorted(operands),
         "received": received(text, mesh) if mesh else {},
         "temporaries": memory.temp_size_in_bytes,
+        "peak": memory.peak_memory_in_bytes,
         "attention": sorted(set(re.findall(r"fmha\w*|splash_mha_(?:fwd|dq|dkv)", text))),
     }
 
@@ -91,12 +93,13 @@ def of_update(case: str, devices: list[jax.Device]) -> Iterator[tuple[str, dict[
     sizes = dict(zip(mesh.axis_names, mesh.devices.shape))
     accumulate, apply = trainer.compile_update()
     trainer.compile()
-    params = trainer.abstract_state["params"]
+    params, needs = trainer.abstract_state["params"], needs_of(trainer)
     of_all = {
         "carried": len(jax.tree.leaves(params)) + len(next(iter(trainer._programs.values())).sums),
         "state": len(jax.tree.leaves(trainer.abstract_state)),
     }
-    yield f"{case}: accumulate", facts(accumulate, sizes) | of_all
+    estimated = bytes_on_one_device(params) + needs.gradient + needs.temporaries  # what is not here is no argument
+    yield f"{case}: accumulate", facts(accumulate, sizes) | of_all | {"estimated": estimated}
     yield f"{case}: apply", facts(apply, sizes) | of_all
     yield f"{case}: score", facts(trainer._score, sizes) | of_all
     if precision.sync == "bfloat16":

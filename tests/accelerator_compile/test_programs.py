@@ -52,6 +52,8 @@ def check_update(found, case: str, chip: str) -> None:
     # Weights are gathered, and gradients summed, along the axes that cut them.
     axes = set("+".join(accumulate["received"]).split("+"))
     assert axes == {axis for axis, count in mesh.items() if count > 1}
+    if chip != "tpu":  # there a program so small has more of its own than of the update
+        assert accumulate["peak"] == pytest.approx(accumulate["estimated"], rel=0.05)  # of the 8B 0.4 %
     kernels = "".join(accumulate["attention"])
     if fields.get("attention") == "blocks" or precision.compute == "float32":
         assert kernels == ""
