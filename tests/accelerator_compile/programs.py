@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 DENSE = toy_decoder(**SIZES)
 EXPERTS = toy_decoder(family="qwen3_moe", **{**SIZES, "experts": 8, "moe_intermediate_size": 256})
-SLOTS, CACHE = 16, 512
+SLOTS, CACHE, LONG_CACHE = 16, 512, 2048
 BFLOAT16 = Precision("bfloat16", "bfloat16")
 
 # Case -> decoder, mesh, fields of the layout, fields of the objective, precision.
@@ -78,7 +78,7 @@ def facts(program: Any, mesh: dict[str, int] | None = None) -> dict[str, Any]:
         "received": received(text, mesh) if mesh else {},
         "temporaries": memory.temp_size_in_bytes,
         "peak": memory.peak_memory_in_bytes,
-        "attention": sorted(set(re.findall(r"fmha\w*|splash_mha_(?:fwd|dq|dkv)", text))),
+        "attention": sorted(set(re.findall(r"fmha\w*|splash_mha_(?:fwd|dq|dkv)|live_attention", text))),
     }
 
 
@@ -116,7 +116,10 @@ def of_engine(device: jax.Device) -> Iterator[tuple[str, dict[str, Any]]]:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=on), tree)
 
     weights = there(abstract_weights(DENSE, BFLOAT16))
-    state = there(jax.eval_shape(functools.partial(decode.empty_state, DENSE, precision, slots=SLOTS, length=CACHE)))
+    state, long = (
+        there(jax.eval_shape(functools.partial(decode.empty_state, DENSE, precision, slots=SLOTS, length=length)))
+        for length in (CACHE, LONG_CACHE)
+    )
     tokens = jax.ShapeDtypeStruct((128,), jnp.int32, sharding=on)
     slots = jax.ShapeDtypeStruct((SLOTS,), jnp.int32, sharding=on)
     numbers = jax.ShapeDtypeStruct((3,), jnp.int32, sharding=on)
@@ -132,7 +135,8 @@ def of_engine(device: jax.Device) -> Iterator[tuple[str, dict[str, Any]]]:
     hidden = there(jax.eval_shape(functools.partial(_hidden, **both), weights, tokens))[0]
     ids = jax.ShapeDtypeStruct((len(hidden), 1), jnp.int32, sharding=on)
     shared = there(jax.eval_shape(functools.partial(prompts.empty, DENSE, precision, rows=2, length=CACHE)))
-    chunk = functools.partial(decode.decode_chunk.lower, weights, state, **both, steps=4, maximum=CACHE)
+    of_chunk: Any = {**both, "steps": 4, "maximum": CACHE}
+    chunk = functools.partial(decode.decode_chunk.lower, weights, state, **of_chunk)
     lowered: dict[str, Callable[[], Any]] = {
         "prefill": lambda: decode.prefill.lower(weights, tokens, **both),
         "insert": lambda: decode.insert.lower(state, prefix, slots, slots, numbers, settings),
@@ -140,6 +144,7 @@ def of_engine(device: jax.Device) -> Iterator[tuple[str, dict[str, Any]]]:
         "decode": lambda: chunk(width=SLOTS),
         "decode, half of the slots": lambda: chunk(width=SLOTS // 2),
         "decode, shared prompts": lambda: chunk(shared, width=SLOTS),
+        "decode, long caches": lambda: decode.decode_chunk.lower(weights, long, shared, **of_chunk, width=SLOTS),
         "put": lambda: prompts.put.lower(shared, prefix, count, count),
         "decode, filtered": lambda: chunk(width=SLOTS, filtered=True),
         "hidden": lambda: _hidden.lower(weights, tokens, **both),

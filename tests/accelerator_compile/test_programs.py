@@ -66,6 +66,8 @@ def check_engine(found, chip: str) -> None:
     for name, one in found.items():
         assert set(one["products"]) <= {"bf16 x bf16"}, name
         assert one["cache_dtype"] == "bfloat16"
+        live = name == "engine: decode, long caches" and chip == "tpu"
+        assert one["attention"] == (["live_attention"] if live else []), name
         if name in ("engine: prefill", "engine: hidden", "engine: score"):
             continue
         assert one["taken_over"] >= one["caches"], name

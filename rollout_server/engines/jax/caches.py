@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rollout_server.engines.jax import live_attention
 from rollout_server.engines.jax.weights import DecodePrecision
 from rollout_server.engines.sequence import Sequence
 from scalerl_jax.model.decoder import Precision
@@ -28,7 +29,7 @@ from scalerl_jax.model.decoder_config import DecoderConfig
 
 Caches = list[jax.Array]  # per layer
 Prefix = Any  # (keys, values, experts | None) on the device, of decode.prefill
-MASKED = -1e30
+MASKED = live_attention.MASKED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Held:
     start: jax.Array  # [B] int32: number of valid positions
 
 
+@functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class Partial:
     """Attention over some of the positions, before its softmax is divided by the total."""
@@ -70,24 +72,24 @@ def attend(
     seen = jnp.arange(length) <= position[:, None]
     if first is not None:
         seen &= jnp.arange(length) >= first[:, None]
-    mixed = _mixed([jnp.where(seen[:, None, None, :], scores, MASKED)], [v], prompt, dot)
+    mixed = _mixed([jnp.where(seen[:, None, None, :], scores, MASKED)], [v], [prompt], dot)
     return mixed.reshape(slots, heads, size).astype(q.dtype)
 
 
-def _mixed(scores: list[jax.Array], values: list[jax.Array], prompt: Partial | None, dot: Any) -> jax.Array:
-    """One softmax over all parts: scores [B, K, G, S] and values [B, K, S, h] of each, and the prompt's."""
+def _mixed(scores: list[jax.Array], values: list[jax.Array], others: list[Partial | None], dot: Any) -> jax.Array:
+    """One softmax over all parts: scores [B, K, G, S] and values [B, K, S, h] of each, and the others."""
+    partials = [other for other in others if other is not None]
     tops = [jnp.max(part, axis=-1, keepdims=True) for part in scores]
-    top = functools.reduce(jnp.maximum, tops if prompt is None else [*tops, prompt.top])
+    top = functools.reduce(jnp.maximum, [*tops, *(other.top for other in partials)])
     weights = [jnp.exp(part - top) for part in scores]
-    total = sum(jnp.sum(part, axis=-1, keepdims=True) for part in weights)
-    if prompt is not None:
-        scale = jnp.exp(prompt.top - top)
-        total += prompt.total * scale
+    scales = [jnp.exp(other.top - top) for other in partials]
+    totals = [jnp.sum(part, axis=-1, keepdims=True) for part in weights]
+    totals += [other.total * scale for other, scale in zip(partials, scales)]
+    total = functools.reduce(jnp.add, totals)
     products = [
         jnp.einsum("bkgs,bksh->bkgh", (part / total).astype(v.dtype), v, **dot) for part, v in zip(weights, values)
     ]
-    if prompt is not None:
-        products.append(prompt.mixed * (scale / total))
+    products += [other.mixed * (scale / total) for other, scale in zip(partials, scales)]
     return functools.reduce(jnp.add, products)
 
 
@@ -122,7 +124,28 @@ def attend_held(
     prompt: Partial | None = None,
 ) -> jax.Array:
     """As `attend`, where positions 0..start - 1 [B] are in `held`, and those of steps 0..step of this chunk in `new`,
-    keys and values [B, K, N, h]."""
+    keys and values [B, K, N, h]. Of long caches a TPU reads only the live part."""
+    if live_attention.tile_of(held[1]):
+        return jax.lax.platform_dependent(
+            q, held, new, start, step, first, prompt, tpu=_attend_live, default=_attend_whole
+        )
+    return _attend_whole(q, held, new, start, step, first, prompt)
+
+
+def _attend_live(q: Any, held: Any, new: Any, start: Any, step: Any, first: Any, prompt: Any) -> jax.Array:
+    slots, heads, size = q.shape
+    grouped = q.reshape(slots, held[1].shape[1], -1, size).astype(held[0].dtype)
+    dot: Any = {"precision": Precision(str(grouped.dtype)).dot, "preferred_element_type": jnp.float32}
+    begin = jnp.zeros_like(start) if first is None else first
+    of_held = Partial(*live_attention.attend(grouped, held[0], held[1], begin, start, precision=dot["precision"]))
+    steps = jnp.arange(new[1].shape[2])
+    seen = (steps <= step) & (start[:, None] + steps >= begin[:, None])
+    scores = jnp.einsum("bkgh,bksh->bkgs", grouped, new[0], **dot) / math.sqrt(size)
+    mixed = _mixed([jnp.where(seen[:, None, None], scores, MASKED)], [new[1]], [of_held, prompt], dot)
+    return mixed.reshape(slots, heads, size).astype(q.dtype)
+
+
+def _attend_whole(q: Any, held: Any, new: Any, start: Any, step: Any, first: Any, prompt: Any) -> jax.Array:
     slots, heads, size = q.shape
     kv_heads, length = held[1].shape[1:3]
     grouped = q.reshape(slots, kv_heads, heads // kv_heads, size).astype(held[0].dtype)
@@ -135,7 +158,7 @@ def attend_held(
         jnp.where(mask[:, None, None], jnp.einsum("bkgh,bksh->bkgs", grouped, k, **dot) / math.sqrt(size), MASKED)
         for k, mask in zip((held[0], new[0]), seen)
     ]
-    mixed = _mixed(parts, [held[1], new[1]], prompt, dot)
+    mixed = _mixed(parts, [held[1], new[1]], [prompt], dot)
     return mixed.reshape(slots, heads, size).astype(q.dtype)
 
 

@@ -22,8 +22,9 @@ Thinking and answer (phases of a slot):
 A stop token sampled in any phase ends the slot with STOP, a full cache with LENGTH.
 
 Layers are unrolled in Python with one cache array each: in a scanned layer the cache would be copied. A step reads the
-whole cache, so the host keeps the cache as short as the longest slot allows, in a few compiled sizes, and fits it
-between chunks: cutting a part out of a longer one would cost a copy per chunk.
+whole cache (of long ones on a TPU only the live part: live_attention.py), so the host keeps the cache as short as the
+longest slot allows, in a few compiled sizes, and fits it between chunks: cutting a part out of a longer one would cost
+a copy per chunk.
 
 Legend: B slots, W of them in a chunk, S positions, N steps, K key/value heads, G query heads that share one, H = K G,
 h head size, V vocabulary, P prompt positions (padded), F, E, T longest phrase, end of thinking and list of

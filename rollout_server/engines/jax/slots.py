@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rollout_server.engines.jax import caches, decode
+from rollout_server.engines.jax import caches, decode, live_attention
 from rollout_server.engines.jax.caches import KeptTurn, Prefix, SessionCaches
 from rollout_server.engines.jax.compiled_programs import Kind, Program, Programs, buckets, side_by_side, widths
 from rollout_server.engines.jax.decode import DecodeSettings, Output
@@ -42,6 +42,7 @@ EXTENSIONS = 32, 128  # tokens fed at once after a prefix; more are fed in sever
 SMALLEST_CACHE = 64
 SHORT_CACHE = 512  # up to this length, where models are small and compile quickly, there are sizes in between
 ALIGNMENT = 32  # of the cache: odd lengths cost more than they save
+LONG_CACHE = 2048  # from this length on, a cache on a TPU has whole tiles, of which only the live ones are read
 PATIENCE = 4  # chunks before a cache that is too long is cut, since each change copies it
 
 _REASONS = {decode.STOP: "stop", decode.LENGTH: "length"}
@@ -80,8 +81,10 @@ class SlotPool:
         self._steps, self._maximum = steps, maximum
         self._of_every_prefill: Any = {"config": config, "precision": precision, "experts": router_replay}
         self._of_every_chunk: Any = {**self._of_every_prefill, "steps": steps, "maximum": maximum}
-        longest = -(-maximum // ALIGNMENT) * ALIGNMENT
-        smallest = max(SMALLEST_CACHE, longest // 16) // ALIGNMENT * ALIGNMENT
+        long = maximum >= LONG_CACHE and not precision.keys_last
+        alignment = live_attention.LONGEST_TILE if long else ALIGNMENT
+        longest = -(-maximum // alignment) * alignment
+        smallest = max(SMALLEST_CACHE, alignment, longest // 16) // alignment * alignment
         self._prefill_buckets = buckets(SMALLEST_PREFILL, longest)
         # A long cache gets no tiny sizes, whose chunks would be quick anyway.
         self._lengths = buckets(smallest, longest, halfway=longest <= SHORT_CACHE)

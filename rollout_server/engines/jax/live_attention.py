@@ -1,0 +1,116 @@
+"""Attention of one query of each slot over the positions that the slot has, for TPUs: a Pallas kernel.
+
+XLA's products read the caches to the end, and a cache is as long as its longest slot. Here a step of the grid is one
+tile of positions of one slot, and there are no steps for tiles past a slot's end, or before the first position that a
+layer with local attention sees: what is read is the live part, up to a tile a slot. As in flash attention
+(arXiv 2205.14135), a slot's tiles are added up with a running maximum and sum.
+
+Legend: B slots, S positions, T positions of a tile, K key/value heads, G query heads that share one, h head size.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+MASKED = -1e30
+LONGEST_TILE, SHORTEST_TILE = 512, 256
+_LANES = 128
+_TILE_BYTES = 2**21  # of keys; a step has those, as many of values, and the next step's on their way
+_Scalars = Any  # references to what the steps of the grid look up
+
+
+def tile_of(cache: jax.Array) -> int:
+    """Positions of a tile of a cache [B, K, S, h]; 0: it is read whole, since it is short, its length odd, or its heads
+    are no whole lanes: then the kernel's layout is another one, and every step would copy the cache."""
+    _, heads, length, size = cache.shape
+    tile = math.gcd(length, LONGEST_TILE) if size % _LANES == 0 else 0
+    while heads * tile * size * cache.dtype.itemsize > _TILE_BYTES:
+        tile //= 2
+    return tile if tile >= SHORTEST_TILE and length > tile else 0
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, end: jax.Array, *, precision: Any,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """The largest score [B, K, G, 1] float32, the sum of exp(score - largest), likewise, and the values [B, K, G, h]
+    float32, each times that, of q [B, K, G, h] over positions first..end - 1 [B] of k and v [B, K, S, h].
+
+    A slot without such positions has a sum of 0. interpret: without a TPU.
+    """
+    slots, heads, length, size = k.shape
+    group, tile = q.shape[2], tile_of(k)
+    most = length // tile
+    begin = jnp.clip(first // tile, 0, most - 1)
+    count = jnp.clip(-(-end // tile) - begin, 1, most - begin)  # of a slot's tiles
+    after = jnp.cumsum(count)  # steps of a slot and those before it
+    slot = jnp.searchsorted(after, jnp.arange(slots * most), side="right").astype(jnp.int32)
+    scalars = [x.astype(jnp.int32) for x in (slot, after - count, begin, count, first, end)]
+
+    def of_slot(step: Any, slot: Any, *_: Any) -> tuple[Any, ...]:
+        return slot[step], 0, 0, 0
+
+    def of_tile(step: Any, slot: Any, before: Any, begin: Any, *_: Any) -> tuple[Any, ...]:
+        at = slot[step]
+        return at, 0, begin[at] + step - before[at], 0
+
+    parts = [(heads, group, 1), (heads, group, 1), (heads, group, size)]
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=len(scalars),
+        grid=(after[-1],),
+        in_specs=[
+            pl.BlockSpec((1, heads, group, size), of_slot),
+            pl.BlockSpec((1, heads, tile, size), of_tile),
+            pl.BlockSpec((1, heads, tile, size), of_tile),
+        ],
+        out_specs=[pl.BlockSpec((1, *part), of_slot) for part in parts],
+        scratch_shapes=[pltpu.VMEM(part, jnp.float32) for part in parts],
+    )
+    return pl.pallas_call(
+        functools.partial(_step, tile=tile, precision=precision),
+        grid_spec=grid,
+        out_shape=[jax.ShapeDtypeStruct((slots, *part), jnp.float32) for part in parts],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        interpret=interpret,
+        name="live_attention",
+    )(*scalars, q, k, v)
+
+
+def _step(
+    slot: _Scalars, before: _Scalars, begin: _Scalars, count: _Scalars, first: _Scalars, end: _Scalars,
+    q: Any, k: Any, v: Any, top_out: Any, total_out: Any, mixed_out: Any, top: Any, total: Any, mixed: Any,
+    *, tile: int, precision: Any,
+) -> None:  # fmt: skip
+    """One tile of one slot."""
+    step = pl.program_id(0)
+    own = slot[step]
+    number = step - before[own]  # among the slot's tiles
+
+    @pl.when(number == 0)
+    def _() -> None:
+        top[...] = jnp.full(top.shape, MASKED, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
+        mixed[...] = jnp.zeros(mixed.shape, jnp.float32)
+
+    at = (begin[own] + number) * tile + jax.lax.broadcasted_iota(jnp.int32, (1, tile), 1)
+    seen = (at >= first[own]) & (at < end[own])
+    dot: Any = {"precision": precision, "preferred_element_type": jnp.float32}
+    for head in range(q.shape[1]):
+        scores = jax.lax.dot_general(q[0, head], k[0, head], (((1,), (1,)), ((), ())), **dot)
+        scores = jnp.where(seen, scores * (1 / math.sqrt(q.shape[3])), MASKED)
+        old, new = top[head], jnp.maximum(top[head], jnp.max(scores, axis=-1, keepdims=True))
+        weights, scale = jnp.where(seen, jnp.exp(scores - new), 0.0), jnp.exp(old - new)
+        by_value = jax.lax.dot_general(weights.astype(v.dtype), v[0, head], (((1,), (0,)), ((), ())), **dot)
+        top[head] = new
+        total[head] = total[head] * scale + jnp.sum(weights, axis=-1, keepdims=True)
+        mixed[head] = mixed[head] * scale + by_value
+
+    @pl.when(number == count[own] - 1)
+    def _() -> None:
+        for out, kept in ((top_out, top), (total_out, total), (mixed_out, mixed)):
+            out[0] = kept[...]
