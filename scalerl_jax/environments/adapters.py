@@ -8,13 +8,11 @@
     TRL(factory, config)      a class for TRL's environment_factory: reset(**row), its other methods are tools
     Verifiers(settings)       a taskset of verifiers, played by its own agents, which call the policy by HTTP
 
-A row's prompt is the first observation of its environment. So each row is reset once when rows are made, and again in
-each of its episodes, and must give the same prompt; `random` and numpy are seeded alike both times, from the row.
-Rows are identified by their columns, since many games begin with the same text whatever their seed.
-
-An episode's reward is the sum of its steps' rewards, and `correct` is reward >= environment.correct_at. An episode that
-the environment truncates is done, with the rewards so far: the limit is part of the game. None of the libraries is
-imported here.
+In all but the last, a row's prompt is the first observation of its environment: each row is reset once when rows are
+made, and again in each of its episodes, and must give the same prompt; `random` and numpy are seeded alike both times,
+from the row. Rows are identified by their columns, since many games begin with the same text whatever their seed. An
+episode's reward is the sum of its steps' rewards, and `correct` is reward >= environment.correct_at. An episode that
+the environment truncates is done, with the rewards so far: the limit is part of the game.
 """
 
 import asyncio
@@ -393,12 +391,11 @@ class _PlayingTools:
 class Verifiers:
     """An environment of verifiers (`verifiers.v1`). Each episode is one of its: its agents' programs call the policy.
 
-    settings: of its EnvConfig, as its own config files have them: {"taskset": {"id": ...}, "agent": {...}}.
-    prompts: the most tasks; needed for a taskset without an end.
+    settings: fields of its EnvConfig, {"taskset": {"id": ...}, "agent": {...}}. prompts: the most tasks, if any.
 
-    An agent with a `client` of its own is not the policy: its turns are not trained on, nor do its rewards count. The
-    reward is the mean of the rewards of the other agents' traces. Raises ValueError for settings that retry episodes,
-    and in an episode for an agent that is the policy and not to be trained.
+    The reward is the mean of the traces' rewards. An agent with a `client` of its own is not the policy: its turns are
+    not trained on, nor do its rewards count. Raises ValueError for settings that retry episodes, and in an episode for
+    an agent that is the policy and not to be trained.
     """
 
     def __init__(self, settings: Mapping[str, Any], *, prompts: int | None = None):
@@ -426,19 +423,16 @@ class Verifiers:
         (slot,) = self._environment.slots(task)
         async with self._environment.serving():
             episode = await self._environment.run_slot(slot, v1.ModelContext(model=client.model, client=policy))
-        for failed in (episode, *episode.traces):
-            for error in failed.errors:
-                raise RuntimeError(f"{error.type}: {error.message}")
+        if errors := [error for part in (episode, *episode.traces) for error in part.errors]:
+            raise RuntimeError(f"{errors[0].type}: {errors[0].message}")
         traces = [trace for trace in episode.traces if trace.agent.config.client.base_url == client.base_url]
-        for trace in traces:
-            if not trace.agent.trainable:
-                raise ValueError(f"the agent {trace.agent.name!r} is not to be trained: give it a client of its own")
+        if fixed := [trace.agent.name for trace in traces if not trace.agent.trainable]:
+            raise ValueError(f"the agent {fixed[0]!r} is not to be trained: give it a client of its own")
         if not traces:
             raise ValueError("no agent is the policy: each has a client of its own")
         found = collections.defaultdict[str, list[float]](list)
         for trace in traces:
-            rewards = {name: reward and reward.value for name, reward in trace.rewards.items()}
-            for name, value in {**trace.metrics, **rewards}.items():
+            for name, value in {**trace.metrics, **{name: r and r.value for name, r in trace.rewards.items()}}.items():
                 if value is not None:
                     found[f"{trace.agent.name}/{name}"].append(value)
         metrics = {name: statistics.fmean(values) for name, values in found.items()}
@@ -451,9 +445,7 @@ class Verifiers:
         settings = v1.resolve_env_config(dict(self._settings))
         agents = [value for _, value in settings if isinstance(value, v1.AgentConfig)]
         if any(each.retries.max_retries or getattr(each.retries, "rules", ()) for each in (settings, *agents)):
-            raise ValueError(
-                "verifiers would repeat failed episodes, of which every turn is trained on: leave retries out"
-            )
+            raise ValueError("leave retries out: every turn of a repeated episode would be trained on")
         return v1.load_environment(settings)
 
 

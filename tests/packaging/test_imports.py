@@ -21,7 +21,7 @@ PROVIDERS = {
     "orbax": "orbax-checkpoint",
     "yaml": "transformers",  # likewise, and [launch]
 }
-OPTIONAL = {"wandb", "prometheus_client"}  # used where they are installed and asked for
+OPTIONAL = {"wandb", "prometheus_client", "verifiers"}  # used where they are installed and asked for
 CONTRACT = "scalerl_jax.contract"
 GATEWAY = "scalerl_jax.gateway"
 TRAINER = ["scalerl_jax.train", "scalerl_jax.sft", "scalerl_jax.export"]

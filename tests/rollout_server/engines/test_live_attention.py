@@ -1,4 +1,5 @@
-"""The TPU's kernel for attention over the live part of a cache, interpreted. About 6 CPU seconds, half of them in `make test`."""
+"""The TPU's kernel for attention over the live part of a cache, interpreted. About 6 CPU seconds, half of
+them in `make test`."""
 
 import functools
 from typing import Any
