@@ -96,6 +96,8 @@ def main(config: Config, arguments: list[str]) -> None:
                 credentials=listed.credentials,
                 fingerprint=tokenizer_fingerprint(model),
                 vocabulary=vocabulary,
+                resolve=listed.resolve,
+                seconds=config.fleet.discovery_seconds,
             )
             watching = asyncio.create_task(generators.run())
             try:

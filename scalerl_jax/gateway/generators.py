@@ -13,7 +13,7 @@ import asyncio
 import collections
 import dataclasses
 import logging
-from collections.abc import AsyncIterable, Coroutine, Sequence
+from collections.abc import AsyncIterable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -34,6 +34,7 @@ from scalerl_jax.contract.codec import (
 )
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.rollouts.requests import validate
+from scalerl_jax.rollouts.servers.discovery import relist
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -118,27 +119,38 @@ class Generators:
     """Servers of one model.
 
     fingerprint: of its tokenizer, which every server must have. vocabulary: token ids are below it; 0: not known.
+    resolve: the addresses listed now, called every `seconds` on a separate thread; None: they never change. A server
+    that is no longer listed gets no more requests, delivers what it was asked for, and is released.
 
     Created and used on one event loop, while `run` runs there.
     """
 
     def __init__(
-        self, addresses: Sequence[str], *, credentials: security.Credentials, fingerprint: str, vocabulary: int
-    ):
+        self, addresses: Sequence[str], *, credentials: security.Credentials, fingerprint: str, vocabulary: int,
+        resolve: Callable[[], Sequence[str]] | None = None, seconds: float = 5.0,
+    ):  # fmt: skip
         self.servers = [GeneratorServer(address, credentials) for address in addresses]
-        self._fingerprint, self._vocabulary = fingerprint, vocabulary
+        self._fingerprint, self._vocabulary, self._credentials = fingerprint, vocabulary, credentials
+        self._resolve, self._seconds = resolve, seconds
         self._changed = asyncio.Event()
         self._last = collections.OrderedDict[str, GeneratorServer]()  # by session, of its last call; newest at the end
 
     async def run(self) -> None:
-        """Until cancelled: requests each server's status about once a heartbeat."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for server in self.servers:
-                    group.create_task(self._watch(server))
-        finally:
+        """Until cancelled: requests each server's status about once a heartbeat, and lists servers again."""
+        async with asyncio.TaskGroup() as group:
+
+            def update(addresses: Sequence[str]) -> None:
+                for gone in [server for server in self.servers if server.address not in addresses]:
+                    _log.warning("server %s has left: it is no longer listed", gone.address)
+                    self.servers.remove(gone)
+                for address in addresses:
+                    if address not in [server.address for server in self.servers]:
+                        self.servers.append(GeneratorServer(address, self._credentials))
+                        group.create_task(self._watch(self.servers[-1]))
+
             for server in self.servers:
-                await server.channel.close()
+                group.create_task(self._watch(server))
+            await relist(self._resolve, update, seconds=self._seconds, warning="%s; the servers stay as they are")
 
     async def ready(self, seconds: float) -> None:
         """Waits for a server. Raises NoServer, one line, if none is available in time."""
@@ -279,9 +291,13 @@ class Generators:
         raise ValueError("it answers without a completion")
 
     async def _watch(self, server: GeneratorServer) -> None:
-        while True:
-            await self._poll(server)
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+        """Until it is no longer listed and has delivered everything."""
+        try:
+            while server in self.servers or server.calls:
+                await self._poll(server)
+                await asyncio.sleep(HEARTBEAT_SECONDS)
+        finally:
+            await server.channel.close()
 
     async def _poll(self, server: GeneratorServer) -> None:
         try:

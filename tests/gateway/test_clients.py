@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -16,9 +17,9 @@ from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.contract.security import Credentials
 from scalerl_jax.gateway.chat import Chat
 from scalerl_jax.gateway.generators import Generators
+from scalerl_jax.system import files
 from tests.gateway import chat_model
 from tests.gateway.chat_model import LENGTH, QUESTION, TOOL, array, check_conversation, gateway, generator, trace
-from tests.support.servers import ServerProcess
 from tests.support.waiting import eventually, eventually_async
 
 pytestmark = pytest.mark.slow
@@ -339,11 +340,33 @@ def test_a_lost_server_costs_no_turn(chat: Chat, model: pathlib.Path, tmp_path: 
             stack.callback(server.close)
         addresses = [server.wait().address for server in servers]
         with gateway(tmp_path, model, f"--servers={','.join(addresses)}") as process:
-            answers = asyncio.run(ask_at_once(process.address, killed=servers[0]))
+            answers = asyncio.run(ask_at_once(process.address, begun=servers[0].kill))
         # The same names and seeds on one server alone: what it says is the same.
         with gateway(tmp_path, model, f"--servers={addresses[1]}", name="alone") as process:
             alone = asyncio.run(ask_at_once(process.address))
         assert sorted(answers) == sorted(alone) and len({*map(tuple, answers)}) == len(answers)
+
+
+def test_servers_are_listed_again(chat: Chat, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """One that is no longer listed delivers what it was asked for."""
+    names, slow = ("first", "second"), "--replay_token_seconds=0.1"
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(contextlib.closing(generator(tmp_path, model, slow, name=n))) for n in names]
+        first, second = [server.wait().address for server in servers]
+        listed = tmp_path / "servers.txt"
+        listed.write_text(first)
+        flags = (f"--servers=file:{listed}", "--config.fleet.discovery_seconds=0.1")
+        process = stack.enter_context(gateway(tmp_path, model, *flags))
+        answers = asyncio.run(ask_at_once(process.address, begun=lambda: files.write_whole(str(listed), f"{second}\n")))
+        left = f"server {first} has left: it is no longer listed"
+        eventually(lambda: left in process.log.read_text())
+        sampled = [turn["server"].split()[0] for turn in trace(process.address, "lost")["trace"]]
+        assert sampled == [first] * len(answers)
+        eventually(lambda: httpx.get(f"http://{process.address}/health").status_code == 200)
+        body = {"model": "tiny", "messages": [QUESTION], "max_tokens": 4}
+        httpx.post(f"http://{process.address}/s/then/v1/chat/completions", json=body, timeout=600).raise_for_status()
+        assert trace(process.address, "then")["trace"][0]["server"].split()[0] == second
+        assert "is lost" not in process.log.read_text()
 
 
 def test_a_session_stays_where_its_turns_are(chat: Chat, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -422,17 +445,16 @@ def test_calls_of_a_session_that_is_ended(chat: Chat, model: pathlib.Path, tmp_p
             assert "Traceback" not in process.log.read_text()
 
 
-async def ask_at_once(address: str, killed: ServerProcess | None = None) -> list[list[int]]:
-    """The tokens of eight calls of a session; `killed` is, once all of them have begun."""
+async def ask_at_once(address: str, begun: Callable[[], None] = lambda: None) -> list[list[int]]:
+    """The tokens of eight calls of a session; `begun` is called once all of them have begun."""
     asked = {"model": "tiny", "token_ids": [5, 6], "sampling_params": {"max_tokens": 60}}
     async with httpx.AsyncClient(base_url=f"http://{address}", timeout=600) as client:
         calls = [asyncio.create_task(client.post("/s/lost/inference/v1/generate", json=asked)) for _ in range(8)]
-        begun = 0
-        while begun < len(calls):
+        count = 0
+        while count < len(calls):
             found = (await client.get("/sessions/lost")).json()
-            begun = found.get("running", 0) + found.get("turns", 0)
-        if killed is not None:
-            killed.kill()
+            count = found.get("running", 0) + found.get("turns", 0)
+        begun()
         answers = [call.raise_for_status().json() for call in await asyncio.gather(*calls)]
     return [answer["choices"][0]["token_ids"] for answer in answers]
 
