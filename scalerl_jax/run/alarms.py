@@ -182,7 +182,7 @@ def limits(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, list[L
     if settings["objective.loss"] == "cispo":
         found["clipped"] = [Limit(_CLIPPED, f"{_CLIPPED:.0%}")]
     entropy = [row["entropy"] for row in rows if row.get("entropy") is not None]
-    if entropy:
+    if entropy and settings["objective.reward_weight"] > 0:  # a student may become as sure as its teacher
         found["entropy"] = [Limit(_ENTROPY_LEFT * entropy[0], "a tenth of the first", "below")]
     prompts = [row["prompts"] for row in rows if row.get("prompts")]
     if prompts:

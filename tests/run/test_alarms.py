@@ -88,6 +88,12 @@ def test_limits_become_alarms_with_a_figure_and_an_advice():
     assert alarms.alarms([{"step": 20 * n, "loss": 1.0, "gradient_norm": 0.5} for n in range(9)], SETTINGS) == []
 
 
+def test_a_student_may_become_as_sure_as_its_teacher():
+    rows = [sound(1, entropy=0.5), *(sound(n, entropy=0.01) for n in range(2, 15))]
+    assert [alarm.chart for alarm in alarms.alarms(rows, SETTINGS)] == ["entropy"]
+    assert alarms.alarms(rows, {**SETTINGS, "objective.reward_weight": 0.0}) == []
+
+
 # ---- one sign gone wrong, and no other ----------------------------------------------------------------------------
 
 SOUND = {
