@@ -69,7 +69,8 @@ class Chat:
         if self._template is None:
             raise NotRendered("the model has no chat template: ask /v1/completions")
         try:
-            return self.tokenizer.encode(render(self._template.with_arguments(arguments, "chat_template_kwargs")))
+            given = self._template.with_arguments(arguments, "chat_template_kwargs") if arguments else self._template
+            return self.tokenizer.encode(render(given))
         except ValueError as error:
             raise NotRendered(str(error)) from error
 

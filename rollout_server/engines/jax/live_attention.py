@@ -14,8 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 MASKED = -1e30
 LONGEST_TILE, SHORTEST_TILE = 512, 256
@@ -43,6 +41,9 @@ def attend(
 
     A slot without such positions has a sum of 0. interpret: without a TPU.
     """
+    from jax.experimental import pallas as pl  # a fifth of a second, for TPUs alone
+    from jax.experimental.pallas import tpu as pltpu
+
     slots, heads, length, size = k.shape
     group, tile = q.shape[2], tile_of(k)
     most = length // tile
@@ -87,6 +88,8 @@ def _step(
     *, tile: int, precision: Any,
 ) -> None:  # fmt: skip
     """One tile of one slot."""
+    from jax.experimental import pallas as pl
+
     step = pl.program_id(0)
     own = slot[step]
     number = step - before[own]  # among the slot's tiles
