@@ -124,7 +124,7 @@ class EnvironmentConfig:
     turn_seconds: Positive[float] = 60.0
     # Wall-clock seconds that an episode may take, or one run of an agent; also the CPU seconds of its process. An
     # episode is cut behind the turn with which they are over.
-    episode_seconds: Positive[float] = 600.0
+    episode_seconds: Positive[float] = 1800.0
     # Runs of agents at once, each a process. A mixture uses the largest value of its environments.
     agents: Positive[int] = 64
     # Address space of a process that scores answers or plays an episode. A mixture uses the largest value of its

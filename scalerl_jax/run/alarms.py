@@ -73,7 +73,8 @@ class Sign:
 SIGNS = {
     "truncated": Sign(
         "truncated", "truncation", "{share} of the completions are cut by the token budget",
-        "raise config.rollout.answer_budget (and thinking_budget_max), or see that the policy writes its stop token",
+        "raise config.rollout.answer_budget (and thinking_budget_max), or see that the policy writes its stop token; "
+        "what has cut episodes is in score/ended of metrics.jsonl",
     ),
     "interrupted": Sign(
         "interrupted", "interruption", "{share} of the completions have their thinking cut short",
