@@ -39,7 +39,7 @@ CHARTS = (
         only_recorded=True,
     ),
     Chart(
-        "reward", "Reward", "mean over the batch; right is 1 and wrong -1, or as the environment says", "number", {"reward": ""},
+        "reward", "Reward", "mean over the batch; mostly 1 is right, -1 wrong", "number", {"reward": ""},
         "What the objective sees; it rises with the pass rate.",
         "it rises and the held-out pass rate does not: read completions, it is earned otherwise",
     ),
