@@ -53,7 +53,8 @@ def check_update(found, case: str, chip: str) -> None:
     axes = set("+".join(accumulate["received"]).split("+"))
     assert axes == {axis for axis, count in mesh.items() if count > 1}
     if chip != "tpu":  # there a program so small has more of its own than of the update
-        assert accumulate["peak"] == pytest.approx(accumulate["estimated"], rel=0.05)  # of the 8B 0.4 %
+        # What temporaries take lies between what is in use at once and 1.08 of all; of the 8B 1.004.
+        assert accumulate["peak"] <= accumulate["estimated"] < 1.08 * accumulate["peak"]
     kernels = "".join(accumulate["attention"])
     if fields.get("attention") == "blocks" or precision.compute == "float32":
         assert kernels == ""
