@@ -42,20 +42,24 @@ class ChatTemplate:
     def __init__(self, *, file: str, template: str, tokens: Mapping[str, str], arguments: Mapping[str, Any]):
         self.file = file
         self.dated = False  # whether any rendering so far contains today's date
-        self.text, self._arguments = template, tokens
+        self.text = template
         self.marks_turns = _MARKS_TURNS.search(template) is not None  # whether it marks the assistant's tokens
-        self._arguments = self.with_arguments(arguments, "config.environment.template_arguments")._arguments
+        self._check(arguments, "config.environment.template_arguments")
+        self._arguments = {**tokens, **arguments}
 
     def with_arguments(self, arguments: Mapping[str, Any], setting: str) -> "ChatTemplate":
         """The template with further arguments. setting: the one with them, named by a ValueError as above."""
+        self._check(arguments, setting)
+        other = copy.copy(self)
+        other._arguments = {**self._arguments, **arguments}
+        return other
+
+    def _check(self, arguments: Mapping[str, Any], setting: str) -> None:
         for name in arguments:
             if name in _RESERVED:
                 raise ValueError(f"{setting}: {name!r} is not for it to give")
             if not re.search(rf"\b{re.escape(name)}\b", self.text):
                 raise ValueError(f"{setting}: the chat template in {self.file} does not read {name!r}")
-        other = copy.copy(self)
-        other._arguments = {**self._arguments, **arguments}
-        return other
 
     def render(
         self, messages: Messages, *, generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] = ()

@@ -397,7 +397,7 @@ async def _answered(
 
 def _openenv_turn(session: Session, turn: Turn) -> dict[str, Any]:
     """A TrainingTurn of OpenEnv."""
-    prompt = [*session.path(turn.parent).tolist(), *turn.added.tolist()]
+    prompt = session.prompt(turn).tolist()
     mask = np.r_[np.zeros(len(prompt), int), np.ones(len(turn.token_ids), int)]
     for start, end in turn.forced:
         mask[len(prompt) + start : len(prompt) + end] = 0

@@ -69,8 +69,7 @@ class Chat:
         if self._template is None:
             raise NotRendered("the model has no chat template: ask /v1/completions")
         try:
-            given = self._template.with_arguments(arguments, "chat_template_kwargs") if arguments else self._template
-            return self.tokenizer.encode(render(given))
+            return self.tokenizer.encode(render(self._template.with_arguments(arguments, "chat_template_kwargs")))
         except ValueError as error:
             raise NotRendered(str(error)) from error
 

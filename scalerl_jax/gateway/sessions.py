@@ -246,6 +246,10 @@ class Session:
                  for part in (turn.added, turn.token_ids)]  # fmt: skip
         return np.concatenate([np.zeros(0, np.int32), *parts])
 
+    def prompt(self, turn: Turn) -> np.ndarray:
+        """[tokens] int32 that a turn was sampled after."""
+        return np.concatenate([self.path(turn.parent), turn.added])
+
     def _forget(self, done: "asyncio.Task[tuple[Turn, ...]]", names: Sequence[str]) -> None:
         self._running.discard(done)
         if done.cancelled() or done.exception() is not None:

@@ -144,8 +144,7 @@ class Sampled:
 
     def prompt(self, number: int = 0) -> list[int]:
         """The token ids of the prompt with this number."""
-        turn = self.calls[number][0]
-        return np.concatenate([self.session.path(turn.parent), turn.added]).tolist()
+        return self.session.prompt(self.calls[number][0]).tolist()
 
 
 def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:

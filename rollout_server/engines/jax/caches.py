@@ -24,12 +24,12 @@ import numpy as np
 from rollout_server.engines.jax import live_attention
 from rollout_server.engines.jax.weights import DecodePrecision
 from rollout_server.engines.sequence import Sequence
+from scalerl_jax.model.attention.blocks import MASKED
 from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.decoder_config import DecoderConfig
 
 Caches = list[jax.Array]  # per layer
 Prefix = Any  # (keys, values, experts | None) on the device, of decode.prefill
-MASKED = live_attention.MASKED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,40 +125,35 @@ def attend_held(
 ) -> jax.Array:
     """As `attend`, where positions 0..start - 1 [B] are in `held`, and those of steps 0..step of this chunk in `new`,
     keys and values [B, K, N, h]. Of long caches a TPU reads only the live part."""
+    arrays = q, held, new, start, step, first, prompt
+    live, whole = (functools.partial(_attend_held, live=live) for live in (True, False))
     if live_attention.tile_of(held[1]):
-        return jax.lax.platform_dependent(
-            q, held, new, start, step, first, prompt, tpu=_attend_live, default=_attend_whole
-        )
-    return _attend_whole(q, held, new, start, step, first, prompt)
+        return jax.lax.platform_dependent(*arrays, tpu=live, default=whole)
+    return whole(*arrays)
 
 
-def _attend_live(q: Any, held: Any, new: Any, start: Any, step: Any, first: Any, prompt: Any) -> jax.Array:
-    slots, heads, size = q.shape
-    grouped = q.reshape(slots, held[1].shape[1], -1, size).astype(held[0].dtype)
-    dot: Any = {"precision": Precision(str(grouped.dtype)).dot, "preferred_element_type": jnp.float32}
-    begin = jnp.zeros_like(start) if first is None else first
-    of_held = Partial(*live_attention.attend(grouped, held[0], held[1], begin, start, precision=dot["precision"]))
-    steps = jnp.arange(new[1].shape[2])
-    seen = (steps <= step) & (start[:, None] + steps >= begin[:, None])
-    scores = jnp.einsum("bkgh,bksh->bkgs", grouped, new[0], **dot) / math.sqrt(size)
-    mixed = _mixed([jnp.where(seen[:, None, None], scores, MASKED)], [new[1]], [of_held, prompt], dot)
-    return mixed.reshape(slots, heads, size).astype(q.dtype)
-
-
-def _attend_whole(q: Any, held: Any, new: Any, start: Any, step: Any, first: Any, prompt: Any) -> jax.Array:
+def _attend_held(
+    q: Any, held: Any, new: Any, start: Any, step: Any, first: Any, prompt: Any, *, live: bool
+) -> jax.Array:  # fmt: skip
+    """live: whether only the live part of `held` is read."""
     slots, heads, size = q.shape
     kv_heads, length = held[1].shape[1:3]
     grouped = q.reshape(slots, kv_heads, heads // kv_heads, size).astype(held[0].dtype)
     dot: Any = {"precision": Precision(str(grouped.dtype)).dot, "preferred_element_type": jnp.float32}
-    steps = jnp.arange(new[1].shape[2])
-    seen = [jnp.arange(length) < start[:, None], jnp.broadcast_to(steps <= step, (slots, len(steps)))]
-    if first is not None:
-        seen = [seen[0] & (jnp.arange(length) >= first[:, None]), seen[1] & (start[:, None] + steps >= first[:, None])]
-    parts = [
-        jnp.where(mask[:, None, None], jnp.einsum("bkgh,bksh->bkgs", grouped, k, **dot) / math.sqrt(size), MASKED)
-        for k, mask in zip((held[0], new[0]), seen)
-    ]
-    mixed = _mixed(parts, [held[1], new[1]], [prompt], dot)
+    begin = jnp.zeros_like(start) if first is None else first
+
+    def scores(k: jax.Array, seen: jax.Array) -> jax.Array:
+        found = jnp.einsum("bkgh,bksh->bkgs", grouped, k, **dot) / math.sqrt(size)
+        return jnp.where(seen[:, None, None], found, MASKED)
+
+    at, steps = jnp.arange(length), jnp.arange(new[1].shape[2])
+    of_new = scores(new[0], (steps <= step) & (start[:, None] + steps >= begin[:, None]))
+    if live:
+        of_held = Partial(*live_attention.attend(grouped, held[0], held[1], begin, start, precision=dot["precision"]))
+        mixed = _mixed([of_new], [new[1]], [of_held, prompt], dot)
+    else:
+        seen = (at < start[:, None]) & (at >= begin[:, None])
+        mixed = _mixed([scores(held[0], seen), of_new], [held[1], new[1]], [prompt], dot)
     return mixed.reshape(slots, heads, size).astype(q.dtype)
 
 

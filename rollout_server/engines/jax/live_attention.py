@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-MASKED = -1e30
+from scalerl_jax.model.attention.blocks import MASKED
+
 LONGEST_TILE, SHORTEST_TILE = 512, 256
 _LANES = 128
 _TILE_BYTES = 2**21  # of keys; a step has those, as many of values, and the next step's on their way

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from rollout_server.engines.jax import caches
-from rollout_server.engines.jax.caches import MASKED, Caches, Partial, fit, fit_prefix
+from rollout_server.engines.jax.caches import Caches, Partial, fit, fit_prefix
 from rollout_server.engines.jax.weights import DecodePrecision
 from rollout_server.engines.sequence import Sequence
 from scalerl_jax.contract.codec import GroupRequest
+from scalerl_jax.model.attention.blocks import MASKED
 from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.decoder_config import DecoderConfig
 

@@ -25,7 +25,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @jax.jit
 def attend_live(*given: Any) -> jax.Array:
-    return caches._attend_live(*given)
+    return caches._attend_held(*given, live=True)
 
 
 def arrays(*shapes: tuple[int, ...], dtype: str) -> list[Any]:
@@ -47,7 +47,8 @@ def test_it_is_attention_over_the_whole_cache(heads: int, group: int, dtype: str
     top, total, mixed = arrays(*[(slots, heads, group, 1)] * 2, (slots, heads, group, size), dtype="float32")
     for prompt in (None, caches.Partial(top, jnp.abs(total), mixed)):
         given = q, held, new, start, jnp.int32(1), first, prompt
-        live, whole = (np.asarray(f(*given), np.float32) for f in (attend_live, caches._attend_whole))
+        both = attend_live(*given), caches._attend_held(*given, live=False)
+        live, whole = (np.asarray(one, np.float32) for one in both)
         np.testing.assert_allclose(live, whole, atol=2e-6 if dtype == "float32" else 0.02)
 
 
