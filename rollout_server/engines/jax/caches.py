@@ -140,20 +140,21 @@ def _attend_held(
     kv_heads, length = held[1].shape[1:3]
     grouped = q.reshape(slots, kv_heads, heads // kv_heads, size).astype(held[0].dtype)
     dot: Any = {"precision": Precision(str(grouped.dtype)).dot, "preferred_element_type": jnp.float32}
-    begin = jnp.zeros_like(start) if first is None else first
+    at, steps = jnp.arange(length), jnp.arange(new[1].shape[2])
+    seen = at < start[:, None], jnp.broadcast_to(steps <= step, (slots, len(steps)))
+    if first is not None:
+        seen = seen[0] & (at >= first[:, None]), seen[1] & (start[:, None] + steps >= first[:, None])
 
     def scores(k: jax.Array, seen: jax.Array) -> jax.Array:
         found = jnp.einsum("bkgh,bksh->bkgs", grouped, k, **dot) / math.sqrt(size)
         return jnp.where(seen[:, None, None], found, MASKED)
 
-    at, steps = jnp.arange(length), jnp.arange(new[1].shape[2])
-    of_new = scores(new[0], (steps <= step) & (start[:, None] + steps >= begin[:, None]))
     if live:
-        of_held = Partial(*live_attention.attend(grouped, held[0], held[1], begin, start, precision=dot["precision"]))
-        mixed = _mixed([of_new], [new[1]], [of_held, prompt], dot)
+        begin = jnp.zeros_like(start) if first is None else first
+        of_held = live_attention.attend(grouped, held[0], held[1], begin, start, precision=dot["precision"])
+        mixed = _mixed([scores(new[0], seen[1])], [new[1]], [Partial(*of_held), prompt], dot)
     else:
-        seen = (at < start[:, None]) & (at >= begin[:, None])
-        mixed = _mixed([scores(held[0], seen), of_new], [held[1], new[1]], [prompt], dot)
+        mixed = _mixed([scores(k, mask) for k, mask in zip((held[0], new[0]), seen)], [held[1], new[1]], [prompt], dot)
     return mixed.reshape(slots, heads, size).astype(q.dtype)
 
 
