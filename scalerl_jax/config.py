@@ -95,6 +95,10 @@ class EnvironmentConfig:
     chat_template: Literal["auto", "always", "never"] = "auto"
     # Arguments of the chat template as JSON, for example {"enable_thinking": false}.
     template_arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # What the prompt of a later turn is, if the chat template renders prompts. all: every token of the turns before, as
+    # it was sampled. template: the conversation as the template writes it, as a server of chats would; where that
+    # leaves out or changes an earlier turn (many templates drop its thinking), a new branch begins.
+    history: Literal["all", "template"] = "all"
     # System message of every prompt. A prompt that is plain text gets it in front, with an empty line between.
     system_prompt: str = ""
     prompt_suffix: str = ""  # Text that is appended to the last user message, or to a prompt that is plain text.

@@ -85,6 +85,12 @@ class ChatTemplate:
         asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
         return self.render([*asked, *messages]).partition(_TURN)[2]
 
+    def continued(self, path: str, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, bool]:
+        """What `render` writes after `path`, the text of the turns so far, and False; if the text does not begin with
+        `path` (a template may leave out earlier thinking), the whole text, and True. Raises ValueError as `render`."""
+        whole = self.render(messages, tools=tools)
+        return (whole[len(path) :], False) if whole.startswith(path) else (whole, True)
+
     def unknown_end(self, tokenizer: Tokenizer) -> str:
         """A warning if the template ends the assistant's turns with a token that is not one of the folder's stop
         tokens, as in many base models: completions would continue after it. "" if there is no such problem."""

@@ -13,7 +13,8 @@ An agent is a program that requests any number of turns from the policy by HTTP,
 
 It uses OpenAI's or Anthropic's API of the run's own gateway, with any client or program. Every turn is recorded as the
 input and sampled tokens. A turn whose prompt does not continue an earlier one starts a new branch; all branches are
-trained on with the same advantage, from the agent's score, and each token once.
+trained on with the same advantage, from the agent's score, and each token once. So are those of an episode whose
+earlier turns are not kept as they were sampled (config.environment.history=template).
 
     done        it returned its score
     cut         it failed with no turn left (rollout.max_turns) or with a prompt that was too long (max_tokens), or ran
@@ -94,52 +95,93 @@ class SampledPart(NamedTuple):
     end: int
 
 
+class Reply(NamedTuple):
+    """What the next turn is sampled after."""
+
+    token_ids: np.ndarray  # [tokens] int32
+    new_branch: bool = False  # they are the whole prompt of a new branch; otherwise they are appended to the last turn
+
+
 class Trajectory:
-    """A completion that is sampled turn by turn; `completion` has all tokens so far."""
+    """A completion that is sampled turn by turn."""
 
     def __init__(self, first: Completion, process: Any):
         """first: the first turn, sampled by `process`."""
-        self.completion, self.parts = first, [SampledPart(process, len(first.token_ids))]
         self.index = first.index  # in its group
-        self.turns = 1
-        self.begin = 0  # index of the last turn's first token in the completion
+        self.turns = 0
+        self.begin = 0  # index of the last turn's first token in its branch
+        self._branches: list[Completion] = []
+        self._parts: list[list[SampledPart]] = []  # of each branch
+        self._prompt: np.ndarray | None = None  # of the branch that the next turn begins; None: it begins none
+        self.add_turn(first, process)
 
     @property
-    def tokens(self) -> int:
-        return len(self.completion.token_ids)
+    def completion(self) -> Completion:
+        """All tokens so far: the first branch, with the others in `others`, and the finish reason of the last turn."""
+        first, *others = self._branches
+        if not others:
+            return first
+        return dataclasses.replace(first, others=tuple(others), finish_reason=self._branches[-1].finish_reason)
+
+    @property
+    def turn_ids(self) -> np.ndarray:
+        """Tokens of the last turn: [tokens] int32."""
+        return self._branches[-1].token_ids[self.begin :]
+
+    def next_prompt(self, prompt: np.ndarray) -> np.ndarray:
+        """The tokens that the next turn is sampled after: [tokens] int32. prompt: the first turn's."""
+        if self._prompt is not None:
+            return self._prompt
+        branch = self._branches[-1]
+        return np.concatenate([prompt if branch.prompt is None else branch.prompt, branch.token_ids])
+
+    @property
+    def last(self) -> Any:
+        """The process that sampled the last turn."""
+        return self._parts[-1][-1].process
 
     @property
     def processes(self) -> set[Any]:
         """The processes that sampled any part of it."""
-        return {part.process for part in self.parts}
+        return {part.process for parts in self._parts for part in parts}
 
     @property
     def branch_parts(self) -> tuple[tuple[SampledPart, ...], ...]:
-        """The parts of each branch; a trajectory has one branch."""
-        return (tuple(self.parts),)
+        """The parts of each branch."""
+        return tuple(map(tuple, self._parts))
 
     def add_turn(self, turn: Completion, process: Any) -> None:
         """Appends a turn, sampled by `process`."""
-        self.begin = self.tokens
-        self.completion = _joined(self.completion, turn)
-        self.parts.append(SampledPart(process, self.tokens))
+        if not self._branches or self._prompt is not None:
+            self.begin = 0
+            self._branches.append(turn if self._prompt is None else dataclasses.replace(turn, prompt=self._prompt))
+            self._parts.append([])
+            self._prompt = None
+        else:
+            self.begin = len(self._branches[-1].token_ids)
+            self._branches[-1] = _joined(self._branches[-1], turn)
+        self._parts[-1].append(SampledPart(process, len(self._branches[-1].token_ids)))
         self.turns += 1
 
-    def add_reply(self, token_ids: np.ndarray) -> None:
-        """Appends the environment's reply to the last turn: [tokens] int32."""
-        assert len(token_ids) > 0
-        count, whole = len(token_ids), ((0, len(token_ids)),)
-        reply = dataclasses.replace(
-            self.completion, token_ids=np.asarray(token_ids, np.int32), logprobs=np.zeros(count, np.float32),
-            versions=((self.completion.versions[-1][0], 0, count),), forced=whole, replies=whole,
+    def add_reply(self, reply: Reply) -> None:
+        """Appends the environment's reply to the last turn, or has the next turn begin a new branch."""
+        count, whole = len(reply.token_ids), ((0, len(reply.token_ids)),)
+        assert count > 0
+        if reply.new_branch:
+            self._prompt = reply.token_ids
+            return
+        branch = self._branches[-1]
+        fed = dataclasses.replace(
+            branch, token_ids=np.asarray(reply.token_ids, np.int32), logprobs=np.zeros(count, np.float32),
+            versions=((branch.versions[-1][0], 0, count),), forced=whole, replies=whole,
             queued_seconds=0.0, sampling_seconds=0.0, experts=None,
         )  # fmt: skip
-        self.completion = dataclasses.replace(_joined(self.completion, reply), experts=self.completion.experts)
-        self.parts.append(SampledPart(self.parts[-1].process, self.tokens))
+        self._branches[-1] = joined = dataclasses.replace(_joined(branch, fed), experts=branch.experts)
+        self._parts[-1].append(SampledPart(self.last, len(joined.token_ids)))
 
     def cut(self) -> None:
         """Marks the episode as cut: it ran out of turns or tokens before its environment was done."""
-        self.completion = dataclasses.replace(self.completion, finish_reason="length")
+        self._branches[-1] = dataclasses.replace(self._branches[-1], finish_reason="length")
 
 
 def _joined(first: Completion, then: Completion) -> Completion:

@@ -3,17 +3,18 @@
     an episode       a fork of one process that has made the environments (episode_worker.py); it ends with its
                      trajectory, for whatever reason that ends
     done             returns the score: the sum of the turns' rewards; `correct` is that of the last step
-    not done         returns the reply, as token ids appended to the next turn's prompt; if no further turn fits within
-                     rollout.max_turns or max_episode_tokens, or environment.episode_seconds have passed, the trajectory
-                     is cut, like a completion that is too long
+    not done         returns the reply, as token ids appended to the next turn's prompt, or with
+                     environment.history=template that whole prompt, if it does not continue the last turn; if no
+                     further turn fits within rollout.max_turns or max_episode_tokens, or environment.episode_seconds
+                     have passed, the trajectory is cut, like a completion that is too long
     cut              a turn cut by its token budget ends the trajectory; the environment is not called
     failed           an exception of the environment, a crash or a step that takes too long is not the policy's fault:
                      the trajectory is excluded, and counted in the metrics
     all failed       a whole batch of consecutive failures before any episode ended otherwise, or ten batches of them
                      later, end the run: nothing can be learned
 
-Metrics of each score: turns, tokens_per_turn (sampled), environment_seconds, and ended/REASON, which is 1 for the
-reason and 0 for others: done, failed, turn_cut, max_turns, max_tokens, deadline.
+Metrics of each score: turns, branches, tokens_per_turn (sampled), environment_seconds, and ended/REASON, which is 1
+for the reason and 0 for others: done, failed, turn_cut, max_turns, max_tokens, deadline.
 """
 
 import asyncio
@@ -33,12 +34,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
 from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.environments import parts
 from scalerl_jax.environments.base import Environment, Row, Score, ScorerError
-from scalerl_jax.environments.episode import Client, Step, Trajectory
+from scalerl_jax.environments.episode import Client, Reply, Step, Trajectory
 from scalerl_jax.environments.prompts import Replies
 from scalerl_jax.environments.scorer_pool import Complaints, row_json
 from scalerl_jax.environments.tokenizer import split_as_run
@@ -105,6 +104,11 @@ class EpisodePool:
         """Whether the row's environment has episodes, not an agent."""
         return row.environment in self._environments and not row.agent
 
+    @property
+    def agents(self) -> set[str]:
+        """The parts whose environment is an agent."""
+        return {part for part, environment in self._environments.items() if environment.run is not None}
+
     async def run(self, row: Row, client: Client) -> Score:
         """Plays a row with an agent. Raises EpisodeFailed; its `late` is True if the time was up."""
         seconds = self._settings(row).episode_seconds
@@ -153,8 +157,8 @@ class EpisodePool:
             with self._lock:
                 self._failed_on_end, self._first_failure, self._any_ended = 0, "", True
 
-    def step(self, row: Row, trajectory: Trajectory) -> "Future[Score | np.ndarray]":
-        """The result of the last turn: the trajectory's score, or the token ids [tokens] int32 of the reply."""
+    def step(self, row: Row, trajectory: Trajectory) -> "Future[Score | Reply]":
+        """The result of the last turn: the trajectory's score, or the reply."""
         return self._threads.submit(self._step, row, trajectory)
 
     def close(self) -> None:
@@ -174,19 +178,18 @@ class EpisodePool:
 
     # ---- on a thread of the pool
 
-    def _step(self, row: Row, trajectory: Trajectory) -> Score | np.ndarray:
-        completion = trajectory.completion
-        if completion.finish_reason != "stop":
+    def _step(self, row: Row, trajectory: Trajectory) -> Score | Reply:
+        if trajectory.completion.finish_reason != "stop":
             return self._cut(trajectory, "turn_cut", "a turn is cut by its budget")
-        ids = completion.token_ids[trajectory.begin :].tolist()
+        ids = trajectory.turn_ids.tolist()
         with self._lock:
             connection = self._connections.get(trajectory)
         began = time.monotonic()
         try:
             if connection is None:
                 connection = self._begin(row, trajectory)
-            question = json.dumps(self._question(row, ids, connection))
-            step = Step(**connection.exchange(question, self._settings(row).turn_seconds)["step"])
+            question = self._question(row, ids, connection)
+            step = Step(**connection.exchange(json.dumps(question), self._settings(row).turn_seconds)["step"])
         except EpisodeFailed as failure:
             return self._failed(row, trajectory, str(failure))
         connection.add(step, time.monotonic() - began)
@@ -198,15 +201,21 @@ class EpisodePool:
         most = self._settings(row).episode_seconds
         if time.monotonic() - connection.began > most:
             return self._cut(trajectory, "deadline", f"not done after {most:g} s (episode_seconds)")
+        path = trajectory.next_prompt(row.token_ids)
         try:
-            text, reply = self._replies.encode(row, step.messages, behind=ids[-1])
+            if row.rendered and self._settings(row).history == "template":
+                said = {"role": "assistant", "content": question["turn"], "reasoning_content": question["thinking"]}
+                connection.messages += [said, *step.messages]
+                text, reply = self._replies.render_again(row, connection.messages, path=path.tolist())
+            else:
+                text, reply = self._replies.encode(row, step.messages, behind=ids[-1])
         except ValueError as error:
             return self._failed(row, trajectory, str(error))
         connection.reply = text
-        if trajectory.tokens + len(reply) + self._turn_tokens > rollout.max_episode_tokens:
-            why = f"no room for another turn behind {trajectory.tokens + len(reply)} tokens"
-            return self._cut(trajectory, "max_tokens", why)
-        return np.asarray(reply, np.int32)
+        tokens = len(reply.token_ids) + (0 if reply.new_branch else len(path)) - len(row.token_ids)
+        if tokens + self._turn_tokens > rollout.max_episode_tokens:
+            return self._cut(trajectory, "max_tokens", f"no room for another turn behind {tokens} tokens")
+        return reply
 
     def _question(self, row: Row, ids: list[int], connection: "_Connection") -> dict[str, Any]:
         rollout = self._config.rollout
@@ -347,6 +356,7 @@ class _Connection:
         self.rewards, self.seconds = list[float](), 0.0  # reward of each turn; seconds of all turns
         self.metrics: dict[str, float] = {}
         self.reply = ""  # text of the last reply
+        self.messages: list[Mapping[str, str]] = []  # behind the row's, if the chat template renders them each time
         self.pid: int | None = None  # of its process; None: not started yet
 
     def add(self, step: Step, seconds: float) -> None:
@@ -381,7 +391,8 @@ class _Connection:
 def _metrics(trajectory: Trajectory, ended: str, seconds: float) -> dict[str, float]:
     return {
         "turns": float(trajectory.turns),
-        "tokens_per_turn": float(trajectory.completion.sampled().sum()) / trajectory.turns,
+        "branches": float(len(trajectory.branch_parts)),
+        "tokens_per_turn": len(trajectory.completion.sampled_ids()) / trajectory.turns,
         "environment_seconds": seconds,
         **{f"ended/{how}": float(how == ended) for how in ENDED},
     }

@@ -23,6 +23,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.environments import parts
 from scalerl_jax.environments.base import Row, joined_content
 from scalerl_jax.environments.chat_template import ChatTemplate, Messages, read_chat_template
+from scalerl_jax.environments.episode import Reply
 from scalerl_jax.environments.tokenizer import Tokenizer, thinking_at_end
 from scalerl_jax.environments.tool_calls import HERMES, form_of
 
@@ -40,6 +41,10 @@ class Prompts:
             self._template = read_chat_template(tokenizer.path, environment.template_arguments)
         if self._how == "always" and self._template is None:
             raise ValueError(f"config.environment.chat_template=always: {tokenizer.path} has no chat template")
+        if environment.history == "template" and self._template is None:
+            none = f"{tokenizer.path} has no chat template"
+            why = "none is used with chat_template=never" if self._how == "never" else none
+            raise ValueError(f"config.environment.history=template: {why}")
         self._counts: Counter[str] = Counter()
 
     def render(self, row: Row) -> Row:
@@ -201,8 +206,8 @@ class Replies:
         self._prompts = {part: Prompts(of_part, tokenizer) for part, of_part in parts.configs(config).items()}
         self._tokenizer = tokenizer
 
-    def encode(self, row: Row, messages: Messages, *, behind: int) -> tuple[str, list[int]]:
-        """(text, token ids) of `messages` after a turn that ends with token `behind`.
+    def encode(self, row: Row, messages: Messages, *, behind: int) -> tuple[str, Reply]:
+        """Text and tokens of `messages` after a turn that ends with token `behind`.
 
         If the chat template rendered the prompt, it renders them too, with the generation prompt of the next turn; else
         they are plain text. Raises ValueError if the reply is empty or the template fails.
@@ -213,6 +218,20 @@ class Replies:
         ids = self._tokenizer.encode(text)
         if row.rendered and ids[:1] == [behind]:  # the turn's end has been sampled
             ids = ids[1:]
-        if not ids:
-            raise ValueError("a reply of the environment is empty")
-        return text, ids
+        return text, _reply(ids)
+
+    def render_again(self, row: Row, messages: Messages, *, path: Sequence[int]) -> tuple[str, Reply]:
+        """As `encode`, of all messages behind those of the row's prompt, as the chat template writes them now.
+
+        path: tokens of the turns so far, the prompt's included. Raises ValueError if the template fails.
+        """
+        prompts = self._prompts[row.environment]
+        whole = [*prompts.complete(row.messages), *messages]
+        text, again = prompts.template().continued(self._tokenizer.decode(path), whole, tools=row.tools)
+        return text, _reply(self._tokenizer.encode(text), new_branch=again)
+
+
+def _reply(ids: list[int], *, new_branch: bool = False) -> Reply:
+    if not ids:
+        raise ValueError("a reply of the environment is empty")
+    return Reply(np.asarray(ids, np.int32), new_branch)

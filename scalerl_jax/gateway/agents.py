@@ -25,13 +25,13 @@ import numpy as np
 
 from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import Completion, GroupRequest
+from scalerl_jax.environments import parts
 from scalerl_jax.environments.base import Row, Score
-from scalerl_jax.environments.chat_template import read_chat_template
 from scalerl_jax.environments.episode import Ask, Client, Outcome, SampledPart
 from scalerl_jax.environments.episode_pool import ENDED, EpisodeFailed, EpisodePool, failed_score
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.tokenizer import Tokenizer
-from scalerl_jax.gateway.chat import Chat, vocabulary_of
+from scalerl_jax.gateway.chat import Chat
 from scalerl_jax.gateway.generators import Refused
 from scalerl_jax.gateway.journal import Journal
 from scalerl_jax.gateway.server import check_installed, listen, serve
@@ -73,9 +73,8 @@ class RunAgents:
     ):  # fmt: skip
         check_installed()
         self._config, self._episodes, self._folder, self._saved = config, episodes, folder, saved
-        template = read_chat_template(config.model.path, config.environment.template_arguments)
-        vocabulary = vocabulary_of(config.model.path)
-        self._chat = Chat(tokenizer, template, end_of_thinking=config.rollout.end_of_thinking, vocabulary=vocabulary)
+        configs = {part: of_part for part, of_part in parts.configs(config).items() if part in episodes.agents}
+        self._chats = {part: Chat.of(of_part, tokenizer) for part, of_part in configs.items()}
         longest = config.rollout.max_prompt_tokens + requests.maximum_tokens
         self._fleet = _FleetSampler(longest, turn_tokens=requests.turn_tokens)
         self._sessions = Sessions(folder=folder, seed=config.seed, most=2**31, most_turns=0, most_bytes=MOST_BYTES)
@@ -97,7 +96,8 @@ class RunAgents:
         async def serving() -> None:
             options = Options(("policy", "*"), token=self._key, request_seconds=float("inf"), sampling="run")
             try:
-                app = Gateway(self._chat, self._fleet, self._sessions, options).app()
+                chat = next(iter(self._chats.values()))  # each session has its own
+                app = Gateway(chat, self._fleet, self._sessions, options).app()
                 await serve(app, listening, over=lambda: False)
             except Exception as error:  # noqa: BLE001 (every run of an agent raises it from here on)
                 self._fault = error
@@ -154,6 +154,7 @@ class RunAgents:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._sessions.path(before))
         session = self._sessions.find(called, {"row": row.name}, journal=journalled)
+        session.chat = self._chats[row.environment]
         self._fleet.runs[called] = run = _RunningAgent(ask, session, most_turns=self._config.rollout.max_turns)
         base = f"http://127.0.0.1:{self._port}/s/{called}"
         client = Client(f"{base}/v1", base, f"{KEY}{called}:{self._key}", called, "policy")

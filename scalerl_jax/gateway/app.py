@@ -139,6 +139,10 @@ class Gateway:
             name = key.removeprefix(KEY).partition(":")[0]
         return None if name is None else self._sessions.find(_session_name(name))
 
+    def _chat_of(self, request: Request) -> Chat:
+        session = self._sessions.open.get(request.path_params.get("session", ""))
+        return session.chat or self._chat if session is not None else self._chat
+
     # ---- routes that sample
 
     def _route(
@@ -181,6 +185,8 @@ class Gateway:
         return _StartedSampling(session, task, alone=named is None, by=self._options.sampling)
 
     async def _sample(self, session: Session, asked: SampleRequest, seconds: float) -> tuple[Turn, ...]:
+        chat = session.chat or self._chat
+
         async def generate(prompt: np.ndarray, name: str, index: int, seed: int) -> tuple[Completion, str]:
             if not self._generators.maximum_tokens:
                 await self._generators.ready(seconds=min(seconds, 10.0))
@@ -188,7 +194,7 @@ class Gateway:
             if capacity < 1:
                 session.full = True
                 raise _too_long(len(prompt), self._generators.maximum_tokens)
-            sampling = asked.sampling(self._chat.tokenizer.stop_ids, capacity=capacity)
+            sampling = asked.sampling(chat.tokenizer.stop_ids, capacity=capacity)
             if len(sampling.stop_token_ids) > wire.MOST_STOPS:
                 raise bad(f"stop_token_ids: {wire.MOST_STOPS} with the model's own are possible", "stop_token_ids")
             of_session = f"gateway/{session.name}" if session.name in self._sessions.open else ""
@@ -199,12 +205,12 @@ class Gateway:
             return made, server
 
         def read(prompt: np.ndarray, completion: Completion) -> tuple[Completion, Mapping[str, Any], str | None]:
-            cut, text, stop = self._chat.text(completion, asked.stops)
+            cut, text, stop = chat.text(completion, asked.stops)
             if asked.messages:
-                return cut, self._chat.message(prompt, cut, text, tools=asked.tools), stop
+                return cut, chat.message(prompt, cut, text, tools=asked.tools), stop
             return cut, {"role": "assistant", "content": text}, stop
 
-        return await session.ask(asked, chat=self._chat, generate=generate, read=read)
+        return await session.ask(asked, chat=chat, generate=generate, read=read)
 
     # ---- routes that do not
 
@@ -212,7 +218,7 @@ class Gateway:
         body = await wire.body_of(request)
         self._check_model(body)
         asked = anthropic_wire.messages(body, counted=True)
-        return JSONResponse({"input_tokens": len(self._chat.render(asked.messages, asked.tools))})
+        return JSONResponse({"input_tokens": len(self._chat_of(request).render(asked.messages, asked.tools))})
 
     async def _tokenize(self, request: Request) -> Response:
         body = await wire.body_of(request)
@@ -220,7 +226,7 @@ class Gateway:
         tokenizer = self._chat.tokenizer
         if "messages" in body:
             asked = openai_wire.chat(body)
-            ids = self._chat.render(asked.messages, asked.tools)
+            ids = self._chat_of(request).render(asked.messages, asked.tools, asked.template_arguments)
         else:
             text = wire.field(body, "prompt", str, "")
             ids = tokenizer.encode_prompt(text) if body.get("add_special_tokens", True) else tokenizer.encode(text)

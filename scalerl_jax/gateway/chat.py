@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import Completion
-from scalerl_jax.environments.chat_template import ChatTemplate
+from scalerl_jax.environments.chat_template import ChatTemplate, read_chat_template
 from scalerl_jax.environments.tokenizer import Tokenizer, opening, split_thinking, thinking_at_end
 from scalerl_jax.environments.tool_calls import HERMES, Schemas, form_of, split_calls
 from scalerl_jax.model.decoder_config import read_config
@@ -41,15 +42,26 @@ class Chat:
     """Chat of one model folder. template: None if it has none; then only prompts of tokens or text are possible.
 
     end_of_thinking: the marker after thinking; "": completions are not split. vocabulary: the model's, which may be
-    larger than the tokenizer's. Tool calls are parsed in the form that the template writes.
+    larger than the tokenizer's. history: config.environment.history. Tool calls are parsed in the form that the
+    template writes.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, end_of_thinking: str, vocabulary: int = 0
-    ):
-        self.tokenizer, self._template, self._end = tokenizer, template, end_of_thinking
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, end_of_thinking: str, vocabulary: int = 0,
+        history: str = "all",
+    ):  # fmt: skip
+        self.tokenizer, self.template, self._end, self.history = tokenizer, template, end_of_thinking, history
         self.vocabulary = max(tokenizer.vocabulary, vocabulary)
         self._form = (form_of(template) if template is not None else None) or HERMES
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: Tokenizer) -> "Chat":
+        """Of the config's model. Raises ValueError naming an unusable file or setting."""
+        template = read_chat_template(config.model.path, config.environment.template_arguments)
+        return cls(
+            tokenizer, template, end_of_thinking=config.rollout.end_of_thinking, history=config.environment.history,
+            vocabulary=vocabulary_of(config.model.path),
+        )  # fmt: skip
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] = {}
@@ -65,11 +77,24 @@ class Chat:
         ids = self._encoded(arguments, lambda template: template.next_turn(messages))
         return ids[1:] if ids[:1] == [behind] else ids  # the turn's end has been sampled
 
+    def continued(
+        self, path: np.ndarray, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+    ) -> list[int] | None:  # fmt: skip
+        """As `render`, but only what is behind `path`; None if the template writes the turns of the path otherwise."""
+        text = self.tokenizer.decode(path.tolist())
+
+        def rest(template: ChatTemplate) -> str:
+            more, again = template.continued(text, messages, tools=tools)
+            return "" if again else more
+
+        return self._encoded(arguments, rest) or None
+
     def _encoded(self, arguments: Mapping[str, Any], render: Callable[[ChatTemplate], str]) -> list[int]:
-        if self._template is None:
+        if self.template is None:
             raise NotRendered("the model has no chat template: ask /v1/completions")
         try:
-            return self.tokenizer.encode(render(self._template.with_arguments(arguments, "chat_template_kwargs")))
+            return self.tokenizer.encode(render(self.template.with_arguments(arguments, "chat_template_kwargs")))
         except ValueError as error:
             raise NotRendered(str(error)) from error
 

@@ -6,8 +6,8 @@ The base URL of an OpenAI client is http://HOST:PORT/v1, of an Anthropic client 
 the port its calls belong to the session NAME, and /sessions/NAME/trace returns the session's tokens, log-probabilities
 and versions. Without --servers, local servers are started with the weights in --model, as many as config.fleet says;
 --model may be a run's folder, too: then it is the policy of the newest checkpoint.
-Of the config only fleet, seed, rollout.end_of_thinking and environment.template_arguments are read. It serves until
-SIGTERM or Ctrl-C.
+Of the config only fleet, seed, rollout.end_of_thinking and environment's template_arguments and history are read. It
+serves until SIGTERM or Ctrl-C.
 
     loopback                 no TLS and no token required
     any other --host         --token_file and TLS, or --insecure
@@ -35,7 +35,6 @@ from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.config import Config
 from scalerl_jax.contract import security
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
-from scalerl_jax.environments.chat_template import read_chat_template
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.gateway.chat import Chat, vocabulary_of
 from scalerl_jax.gateway.generators import Generators, NoServer
@@ -60,14 +59,13 @@ def main(config: Config, arguments: list[str]) -> None:
     with entry.user_mistakes():
         check_folder("--model", model)
         tokenizer = Tokenizer(model)
-        template = read_chat_template(model, config.environment.template_arguments)
+        chat = Chat.of(config, tokenizer)
         token = access()
         listed = ListedServers.of(FLAGS.servers, config.fleet)
-        vocabulary = vocabulary_of(model)
+    template = chat.template
     for line in [template.unknown_end(tokenizer)] if template is not None else ["the model has no chat template"]:
         if line:
             print(line, file=sys.stderr)
-    chat = Chat(tokenizer, template, end_of_thinking=config.rollout.end_of_thinking, vocabulary=vocabulary)
     if FLAGS.journal:
         entry.check_out("--journal", FLAGS.journal)
         os.makedirs(FLAGS.journal, exist_ok=True)
@@ -95,7 +93,7 @@ def main(config: Config, arguments: list[str]) -> None:
                 addresses,
                 credentials=listed.credentials,
                 fingerprint=tokenizer_fingerprint(model),
-                vocabulary=vocabulary,
+                vocabulary=vocabulary_of(model),
                 resolve=listed.resolve,
                 seconds=config.fleet.discovery_seconds,
             )

@@ -7,7 +7,8 @@
 Where a turn's prompt comes from:
 1. Its messages are those of a recorded turn, that turn's answer, and further ones that are not the assistant's: then it
    is that turn's path and what the chat template writes after it. Thinking that a client leaves out stays in the path;
-   thinking that it changed makes the messages different ones.
+   thinking that it changed makes the messages different ones. With history=template only if the template, given all
+   messages, writes the text of the path first.
 2. Otherwise they are rendered whole, and the parent is the turn with the longest path that the rendering begins with.
    Prompts given as tokens or text are placed in the same way.
 3. If there is no such turn, the turn is a root.
@@ -172,6 +173,7 @@ class Session:
         self.size = 0  # bytes, approximately
         self.answered = set[int]()  # turns returned to a client since this object was made
         self.full = False  # a prompt was too long for a turn after it
+        self.chat: Chat | None = None  # set by its owner if it is not the gateway's
         self._seed, self._journal, self._most_turns = seed, journal, most_turns
         self._children: dict[int | None, list[Turn]] = defaultdict(list)
         self._by_history: dict[str, list[Turn]] = defaultdict(list)  # the digest of all messages, including the turn's
@@ -294,7 +296,11 @@ class Session:
             parent = self._longest(call.prompt)
             return parent, call.prompt[len(self.path(parent)) :], ""
         turn, behind, history = self._extends(call)
-        if turn is not None:
+        if turn is not None and chat.history == "template":
+            rest = chat.continued(self.path(turn.turn_id), call.messages, call.tools, call.template_arguments)
+            if rest is not None:
+                return turn.turn_id, np.asarray(rest, np.int32), history
+        elif turn is not None:
             try:
                 reply = chat.reply(call.messages[behind:], call.template_arguments, behind=int(turn.token_ids[-1]))
                 return turn.turn_id, np.asarray(reply, np.int32), history

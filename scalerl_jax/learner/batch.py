@@ -124,7 +124,8 @@ def build(
     )  # fmt: skip
     by_turn = None
     if objective.credit == "turn":
-        returns, has = _returns(groups, rewards, truncated)
+        turns = [[_turn_numbers(completion) for completion in row] for row in completions]
+        returns, has = _returns(groups, turns, rewards, truncated)
         normalization = objective.advantage_normalization
         by_turn = turn_advantages(returns, has & counted[:, :, None], survives, normalization=normalization)
     taught = np.array([objective.distill != "none" and group.teachers is not None for group in groups])
@@ -142,7 +143,7 @@ def build(
             if weight[p, i] == 0 or not mask.any():
                 continue
             blank = np.zeros(len(prompt), np.float32)
-            worth = np.full(len(mask), advantage[p, i]) if by_turn is None else by_turn[p, i][_turn_numbers(branch)]
+            worth = np.full(len(mask), advantage[p, i]) if by_turn is None else by_turn[p, i][turns[p][i][b]]
             worth = objective.reward_weight * worth
             teacher = None
             if taught[p] and group.teachers is not None:
@@ -206,20 +207,25 @@ def build(
     )
 
 
-def _turns(completion: Completion) -> int:
-    """Number of turns; an agent's run counts as one, since its turns need not follow each other."""
-    return 1 + len(completion.replies) if completion.prompt is None else 1
+def _turn_numbers(completion: Completion) -> list[np.ndarray]:
+    """The turn in which each token of each branch was sampled: [tokens] int. All of an agent's run are one turn, since
+    they need not follow each other."""
+    found, before = [], 0
+    for branch in completion.branches:
+        starts = [start for start, _ in branch.replies] if completion.prompt is None else []
+        found.append(before + np.searchsorted(starts, np.arange(len(branch.token_ids)), side="right"))
+        before += 1 + len(starts) if completion.prompt is None else 0
+    return found
 
 
-def _turn_numbers(branch: Completion) -> np.ndarray:
-    """[tokens] int: the turn in which each token was sampled."""
-    starts = [start for start, _ in branch.replies] if branch.prompt is None else []
-    return np.searchsorted(starts, np.arange(len(branch.token_ids)), side="right")
+def _returns(
+    groups: Sequence[Group], turns: list[list[list[np.ndarray]]], rewards: np.ndarray, truncated: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The return of each turn, itself included, and whether there is such a turn: [prompts, group, turns].
 
-
-def _returns(groups: Sequence[Group], rewards: np.ndarray, truncated: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The return of each turn, itself included, and whether there is such a turn: [prompts, group, turns]."""
-    counts = np.array([[_turns(completion) for completion in group.completions] for group in groups])
+    turns: `_turn_numbers` of each completion.
+    """
+    counts = np.array([[1 + max(n.max(initial=0) for n in branches) for branches in row] for row in turns])
     has = np.arange(counts.max()) < counts[:, :, None]
     returns = np.repeat(rewards[:, :, None], counts.max(), axis=2)
     for p, group in enumerate(groups):

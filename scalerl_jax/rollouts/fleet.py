@@ -34,7 +34,7 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Completion, TeacherScores
 from scalerl_jax.contract.weight_delta import WeightDelta
 from scalerl_jax.environments import Row, Score
-from scalerl_jax.environments.episode import AgentRun, Agents, Trajectory
+from scalerl_jax.environments.episode import AgentRun, Agents, Reply, Trajectory
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.rollouts import status
 from scalerl_jax.rollouts.evaluation import Evaluation, EvaluationQueue
@@ -347,7 +347,7 @@ class Fleet:
         score.add_done_callback(lambda done: self._thread.post(scored.set))
         await scored.wait()
         found = score.result()
-        if isinstance(found, np.ndarray):
+        if isinstance(found, Reply):
             request.buffer.replied(group, trajectory, found)
         else:
             await self._finish(request.buffer, group, trajectory, found, teacher)

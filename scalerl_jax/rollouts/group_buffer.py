@@ -20,11 +20,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple
 
-import numpy as np
-
 from scalerl_jax.contract.codec import Completion, CompletionRequest, TeacherScores
 from scalerl_jax.environments import Row, Score
-from scalerl_jax.environments.episode import AgentRun, SampledPart, Trajectory
+from scalerl_jax.environments.episode import AgentRun, Reply, SampledPart, Trajectory
 from scalerl_jax.rollouts import pacing as pacing_lib
 
 
@@ -226,7 +224,7 @@ class GroupBuffer:
 
         def last_of(trajectory: Trajectory | AgentRun) -> Process:
             assert isinstance(trajectory, Trajectory)
-            return trajectory.parts[-1].process
+            return trajectory.last
 
         if group.call is not None:
             return [] if left_to_another(group.call.after) else sorted(group.pending)
@@ -306,11 +304,11 @@ class GroupBuffer:
 
     # ---- completions
 
-    def replied(self, group: GroupInFlight, trajectory: Trajectory, token_ids: np.ndarray) -> None:
-        """Appends the environment's reply to the last turn and makes another turn pending. Does nothing for a
+    def replied(self, group: GroupInFlight, trajectory: Trajectory, reply: Reply) -> None:
+        """Records the environment's reply to the last turn and makes another turn pending. Does nothing for a
         trajectory that was taken back."""
         if group.trajectories.get(trajectory.index) is trajectory:
-            trajectory.add_reply(token_ids)
+            trajectory.add_reply(reply)
             group.pending.add(trajectory.index)
 
     def returned(self, request: RolloutRequest) -> None:

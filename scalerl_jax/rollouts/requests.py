@@ -117,8 +117,8 @@ class Requests:
         group_id, prompt = group.group_id, group.row.token_ids
         completions = tuple(r for r in group.requests if r.index in rollout.left)
         if rollout.trajectory is not None:
-            so_far, turn = rollout.trajectory.completion, rollout.trajectory.turns
-            group_id, prompt = f"{group_id}/{so_far.index}/{turn}", np.concatenate([prompt, so_far.token_ids])
+            trajectory, turn = rollout.trajectory, rollout.trajectory.turns
+            group_id, prompt = f"{group_id}/{trajectory.index}/{turn}", trajectory.next_prompt(prompt)
             completions = tuple(self.turn(wanted, turn) for wanted in completions)
         sampling, call = self.sampling, group.call
         if call is not None and call.most_tokens is not None:  # thinking has its own budget

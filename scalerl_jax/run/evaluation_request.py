@@ -13,7 +13,7 @@ from scalerl_jax.environments.load import place_of
 FLAGS = flags.FLAGS
 # The fields of a run's environment that also apply to other environments that its policy is evaluated on.
 _KEPT = (
-    *("chat_template", "template_arguments", "system_prompt", "prompt_suffix", "long_prompts", "options"),
+    *("chat_template", "template_arguments", "history", "system_prompt", "prompt_suffix", "long_prompts", "options"),
     *("minimum_terms", "maximum_terms", "sandbox", "verifier_processes", "verifier_seconds", "verifier_memory_bytes"),
 )
 

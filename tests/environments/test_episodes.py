@@ -12,13 +12,15 @@ from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Row, Score
 from scalerl_jax.environments.base import ScorerError
-from scalerl_jax.environments.episode import LONGEST_REPLY, Step, Trajectory, as_step
+from scalerl_jax.environments.episode import LONGEST_REPLY, Reply, Step, Trajectory, as_step
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
+from scalerl_jax.environments.prompts import Prompts
 from scalerl_jax.environments.score_worker import LONGEST_WHY
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.scorer_pool import Complaints
-from tests.support.episodes import Letters, pool_of, turn_of
+from tests.support.chat_folders import chat_folder
+from tests.support.episodes import Letters, chat_pool, chat_turn, pool_of, turn_of
 from tests.support.waiting import eventually
 
 CLASSES = """
@@ -47,6 +49,7 @@ class Echo:
             right = {"done": True, "reward": 0.75, "metrics": {"drawn": self.drawn}}
             return right if "correct" not in self.row.extra else right | {"correct": self.row.extra["correct"]}
         if turn.tool_calls: return " and ".join(f"{c.name} {dict(c.arguments)}" for c in turn.tool_calls)
+        if turn == "tool": return {"messages": [{"role": "tool", "content": "4"}]}
         if turn == "think": return f"you thought {turn.thinking!r} in {turn.tokens} tokens"
         return {"messages": [f"{self.row.text} {self.turns}: {turn}"], "reward": 0.25}
     def close(self):
@@ -118,7 +121,7 @@ class Player:
         if isinstance(found, Score):
             return found
         self.trajectory.add_reply(found)
-        return "".join(map(chr, found))
+        return "".join(map(chr, found.token_ids))
 
     def again(self) -> None:
         self.trajectory = None
@@ -324,6 +327,57 @@ def test_thinking_is_apart(tmp_path):
         assert Player(pool, tmp_path).say("<think>so</think>think") == "you thought 'so' in 22 tokens"
 
 
+def test_a_history_as_the_template_writes_it(tmp_path):
+    """What the template leaves out of the turns so far begins a new branch, behind the whole conversation."""
+    config = config_of(tmp_path, "Echoes", thinking_budget_max=100)
+    config.environment.history = "template"
+    config.environment.system_prompt = "Be brief."
+    tokenizer = chat_folder(tmp_path / "model", "qwen3")
+    config.model.path = str(tmp_path / "model")
+    asked = Row("hello", chat=True, extra={"closed": str(tmp_path / "closed")})
+    row = Prompts(config, tokenizer).render(asked)
+    user, assistant = "<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n{}"
+    begin = "<|im_start|>system\nBe brief.<|im_end|>\n" + user.format("hello") + assistant.format("")
+    assert row.text == begin
+    thought = "<think>\nHm.\n</think>\n\n"
+    with closing(chat_pool(config, make_environment(config), tokenizer)) as pool:
+        trajectory = Trajectory(chat_turn(tokenizer, f"{thought}tool"), "a:1")
+
+        def reply(turn: str = "") -> Reply:
+            if turn:
+                trajectory.add_turn(chat_turn(tokenizer, turn), "a:1")
+            found = pool.step(row, trajectory).result()
+            assert isinstance(found, Reply), found
+            trajectory.add_reply(found)
+            return found
+
+        answered = user.format("\n<tool_response>\n4\n</tool_response>").replace("user\n\n", "user\n")
+        tool = reply()  # behind a tool's result the template keeps thinking
+        assert (tokenizer.decode(tool.token_ids), tool.new_branch) == (f"\n{answered}{assistant.format('')}", False)
+        asked_again = reply(f"{thought}so")
+        whole = f"{begin}tool<|im_end|>\n{answered}{assistant.format('so<|im_end|>')}\n"
+        whole += user.format(f"{row.text} 2: so") + assistant.format("")
+        assert (tokenizer.decode(asked_again.token_ids), asked_again.new_branch) == (whole, True)
+        trajectory.add_turn(chat_turn(tokenizer, "</think>done"), "b:1")
+        score = pool.step(row, trajectory).result()
+        assert isinstance(score, Score) and score.turns == (0.0, 0.25, 0.75)
+        assert (score.metrics["turns"], score.metrics["branches"]) == (3, 2)
+        first, second = trajectory.completion.branches
+        assert first.prompt is None and np.array_equal(second.prompt, asked_again.token_ids)
+        sampled = [tokenizer.decode(branch.token_ids[branch.sampled()]) for branch in (first, second)]
+        assert sampled == [f"{thought}tool<|im_end|>{thought}so<|im_end|>", "</think>done<|im_end|>"]
+        assert [[part.process for part in parts] for parts in trajectory.branch_parts] == [["a:1"] * 3, ["b:1"]]
+        # The prompt of a new branch is bounded as the path is.
+        config.rollout.max_episode_tokens = 2 + len(asked_again.token_ids) - len(row.token_ids)
+        cut = pool.step(row, Trajectory(chat_turn(tokenizer, f"{thought}so"), "a:1")).result()
+        assert isinstance(cut, Score) and cut.metrics["ended/max_tokens"] == 1
+    config.rollout.thinking_budget_max, config.rollout.max_episode_tokens = 0, 1000
+    with closing(chat_pool(config, make_environment(config), tokenizer)) as pool:  # turns that the template keeps
+        plain = pool.step(row, Trajectory(chat_turn(tokenizer, "plain"), "a:1")).result()
+        said = "\n" + user.format(f"{row.text} 1: plain") + assistant.format("")
+        assert isinstance(plain, Reply) and (tokenizer.decode(plain.token_ids), plain.new_branch) == (said, False)
+
+
 @pytest.mark.parametrize(
     ("step", "line"),
     [
@@ -374,7 +428,7 @@ def test_experts_of_an_episode_are_those_that_tokens_were_sampled_with():
         return Completion(1, "g", 0, ids, zeros, ((0, 0, tokens),), (), "stop", experts=experts)
 
     trajectory = Trajectory(turn(3, 4 + 3 - 1, 1), "a:1")  # a prompt of 4 tokens
-    trajectory.add_reply(np.arange(2))
+    trajectory.add_reply(Reply(np.arange(2)))
     trajectory.add_turn(turn(4, 4 + 5 + 4 - 1, 2), "a:1")
     experts = trajectory.completion.experts
-    assert experts[:, 0, 0].tolist() == [1] * 6 + [2] * 6 and len(experts) == 4 + trajectory.tokens - 1
+    assert experts[:, 0, 0].tolist() == [1] * 6 + [2] * 6 and len(experts) == 4 + 9 - 1

@@ -410,7 +410,7 @@ def test_a_whole_episode(pool):
     assert '"name": "my_divide"' in row.text and '"name": "note"' in row.text and "my_session" in row.text
     trajectory = Trajectory(turn(call("my_note", text="abc") + call("note", text="xyz")), "a:1")
     reply = pool.step(row, trajectory).result()
-    text = tokenizer.decode(reply)
+    text = tokenizer.decode(reply.token_ids)
     assert text.index("abc") < text.index("xyz")
     trajectory.add_reply(reply)
     trajectory.add_turn(turn("right"), "a:1")

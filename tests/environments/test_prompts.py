@@ -70,6 +70,10 @@ def test_a_model_without_a_template(folders):
         rendered(folders["none"], row_of(messages=CHAT))
     with pytest.raises(ValueError, match=r"^config\.environment\.chat_template=always: .*none\d has no chat template$"):
         Prompts(config_of(chat_template="always"), folders["none"])
+    with pytest.raises(ValueError, match=r"^config\.environment\.history=template: .*none\d has no chat template$"):
+        Prompts(config_of(history="template"), folders["none"])
+    with pytest.raises(ValueError, match=r"history=template: none is used with chat_template=never$"):
+        Prompts(config_of(history="template", chat_template="never"), folders["qwen3"])
 
 
 def test_the_beginning_of_text_is_there_once(folders):
@@ -221,7 +225,7 @@ def test_a_reply_goes_on_behind_the_token_that_ended_the_turn(tmp_path, style):
     template = read_chat_template(tokenizer.path)
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "The answer is 4."}]
     whole = template.render([*chat, {"role": "user", "content": "3+3?"}])
-    assert tokenizer.decode([*row.token_ids, *turn, *reply]) == whole
+    assert tokenizer.decode([*row.token_ids, *turn, *reply.token_ids]) == whole and not reply.new_branch
     assert "3+3?" in text
 
 
@@ -232,6 +236,7 @@ def test_a_reply_to_a_text_is_a_text(tmp_path):
     (row,) = Prompts(config, tokenizer).render_all([Row("2+2=")])
     messages = [{"role": "user", "content": " 4, "}, {"role": "tool", "content": "3+3="}]
     assert not row.rendered
-    assert Replies(config, tokenizer).encode(row, messages[:1], behind=0) == (" 4, ", tokenizer.encode(" 4, "))
+    text, reply = Replies(config, tokenizer).encode(row, messages[:1], behind=0)
+    assert (text, reply.token_ids.tolist()) == (" 4, ", tokenizer.encode(" 4, "))
     with pytest.raises(ValueError, match="a reply of the environment is empty"):
         Replies(config, tokenizer).encode(row, [{"role": "user", "content": ""}], behind=0)

@@ -1,15 +1,16 @@
 """Agents of a run: what they ask is asked of the fleet, recorded, and goes on from the journal where all was killed."""
 
 import copy
+import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import numpy as np
 import psutil
 import pytest
 
-from scalerl_jax.config import Config
+from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments.base import Row
 from scalerl_jax.environments.episode import Outcome
@@ -42,19 +43,19 @@ A = Process("a:1", "x")
 
 
 class Fleet:
-    """Answers turns: the tokens are 100 and how many it was asked for before."""
+    """Answers turns: the tokens are `said`, or 100 and how many it was asked for before."""
 
-    def __init__(self, *, step: int = 3, answered: int = 1000):
+    def __init__(self, *, step: int = 3, answered: int = 1000, said: Sequence[int] = ()):
         self.asked: list[tuple[list[int], str, Process | None, int | None]] = []
-        self._step, self._answered = step, answered
+        self._step, self._answered, self._said = step, answered, said
 
     def ask(self, prompt, turn, after, most) -> "Future[tuple[Completion, Process]]":
-        ids = np.array([100, len(self.asked)], np.int32)
+        ids = np.array(self._said or [100, len(self.asked)], np.int32)
         self.asked.append((prompt.tolist(), turn, after, most))
         answer: Future[tuple[Completion, Process]] = Future()
         if len(self.asked) <= self._answered:
-            whole = ((self._step, 0, 2),)
-            answer.set_result((Completion(1, "g", 0, ids, -np.ones(2, np.float32), whole, (), "stop"), A))
+            whole, logprobs = ((self._step, 0, len(ids)),), -np.ones(len(ids), np.float32)
+            answer.set_result((Completion(1, "g", 0, ids, logprobs, whole, (), "stop"), A))
         return answer
 
 
@@ -85,6 +86,34 @@ def test_an_agent_has_so_many_seconds(made):
         pool.close()
     assert outcome.score.metrics["ended/deadline"] == 1 and not outcome.score.excluded
     assert outcome.branches[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("history", ["all", "template"])
+def test_an_agent_of_a_mixture_has_the_template_settings_of_its_environment(made, history):
+    config, tokenizer = copy.deepcopy(made[0]), made[2]
+    config.rollout.max_prompt_tokens = 200
+    environment, config.environment = config.environment, EnvironmentConfig()
+    environment.template_arguments, environment.history = {"enable_thinking": False}, history
+    config.mixture = {"chat": environment, "other": dataclasses.replace(environment, template_arguments={})}
+    asked, again = {"role": "user", "content": "2+2?"}, {"role": "user", "content": "3+3?"}
+    text = f"""(ask("/v1/chat/completions", messages=[{asked}]),
+        ask("/v1/chat/completions", messages=[{asked}, {{"role": "assistant", "content": "4"}}, {again}])) and 1.0"""
+    said = tokenizer.encode("4<|im_end|>")
+    fleet = Fleet(said=said)
+    pool = pool_of(config)
+    try:
+        with RunAgents(config, pool, tokenizer, Requests(config, tokenizer), folder="", saved=lambda: 0) as of_run:
+            row = Row(text, environment="chat", agent=True)
+            branches = ids_of(of_run.run(row, "train/6/0", fleet.ask, attempt=0).result(600))
+    finally:
+        pool.close()
+    prompts = [tokenizer.decode(prompt) for prompt, *_ in fleet.asked]
+    user, begin, closed = "<|im_start|>user\n", "<|im_start|>assistant\n", "<think>\n\n</think>\n\n"
+    first, second = f"{user}2+2?<|im_end|>\n{begin}", f"{user}3+3?<|im_end|>\n{begin}"
+    kept = closed if history == "all" else ""  # the template writes no empty thinking before a question
+    assert prompts == [first + closed, f"{first}{kept}4<|im_end|>\n{second}{closed}"]
+    assert len(branches) == (1 if history == "all" else 2)
+    assert all(tokens[-len(said) :] == said for _, tokens in branches)
 
 
 @pytest.fixture

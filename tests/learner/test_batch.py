@@ -124,6 +124,28 @@ def test_each_turn_has_the_advantage_of_what_comes_behind_it():
     for segment, advantage in zip(batch.segments, expected, strict=True):
         loss = segment.weights[2:] > 0
         np.testing.assert_allclose(segment.advantages[2:][loss], np.array(advantage)[loss], atol=1e-6)
+
+    # Where later turns begin new branches they are the same turns.
+    def rest(first, branch, prompt):
+        return dataclasses.replace(
+            branch, prompt=np.arange(prompt, dtype=np.int32), token_ids=branch.token_ids[first:],
+            logprobs=branch.logprobs[first:], versions=((0, 0, len(branch.token_ids) - first),),
+            forced=tuple((a - first, b - first) for a, b in branch.forced if a >= first),
+            replies=tuple((a - first, b - first) for a, b in branch.replies if a >= first),
+        )  # fmt: skip
+
+    long, two, *others = made.completions
+    split = (
+        dataclasses.replace(episode(0, 1), others=(rest(3, long, 5),)),
+        dataclasses.replace(episode(1, 1), others=(rest(3, two, 4),)),
+    )
+    branched = build([dataclasses.replace(made, completions=(*split, *others))], objective, number=7)
+    assert branched.origins == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 3, 0)]
+    for whole, i in zip(batch.segments, range(4), strict=True):
+        parts = [s for s, (_, of, _) in zip(branched.segments, branched.origins, strict=True) if of == i]
+        for of in ("tokens", "advantages", "weights", "generator_logprobs"):
+            found = np.concatenate([getattr(s, of)[s.weights > 0] for s in parts])
+            np.testing.assert_array_equal(found, getattr(whole, of)[whole.weights > 0])
     # An episode that is cut is worth -1 from its first turn on.
     cut = dataclasses.replace(made.completions[0], finish_reason="length")
     penalized = dataclasses.replace(objective, truncated="penalize")

@@ -22,7 +22,7 @@ import numpy as np
 from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments import Row
 from scalerl_jax.environments.base import RIGHT, WRONG
-from scalerl_jax.environments.episode import AgentRun, Outcome, SampledPart, Trajectory
+from scalerl_jax.environments.episode import AgentRun, Outcome, Reply, SampledPart, Trajectory
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, Process, RolloutRequest, TurnRequest
 from scalerl_jax.rollouts.pacing import Pacing
 
@@ -306,7 +306,8 @@ class Simulation:
 
     def score(self, group: GroupInFlight, trajectory: Trajectory) -> None:
         if trajectory.turns < self.random.randint(1, self.turns):
-            self.buffer.replied(group, trajectory, np.ones(3, np.int32))
+            reply = Reply(np.ones(3, np.int32), new_branch=self.random.random() < 0.3)
+            self.buffer.replied(group, trajectory, reply)
             return
         self.buffer.scored(group, trajectory, RIGHT if self.random.random() < 0.5 else WRONG, now=self.now)
 

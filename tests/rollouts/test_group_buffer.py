@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments.base import RIGHT, WRONG, Row
-from scalerl_jax.environments.episode import AgentRun, Trajectory
+from scalerl_jax.environments.episode import AgentRun, Reply, Trajectory
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, Process, RolloutRequest, TurnRequest, finished
 from scalerl_jax.rollouts.pacing import Pacing, Phased, Pipeline
 from tests.rollouts.simulator import Faults, Simulation
@@ -216,7 +216,7 @@ def test_turns_and_replies_become_one_completion():
     assert first.group is other.group and (first.left, other.left) == ({0}, {1})
     trajectory = turn(buffer, first, 5, 6)
     assert first.group.delivered() == 1 and not first.group.pending
-    buffer.replied(first.group, trajectory, np.array([7, 8, 9], np.int32))
+    buffer.replied(first.group, trajectory, Reply(np.array([7, 8, 9], np.int32)))
     again = ask(buffer, "b:2")
     assert (again.group, again.left, again.trajectory, again.minimum_step) == (first.group, {0}, trajectory, 0)
     assert turn(buffer, again, 10, step=1) is trajectory
@@ -236,7 +236,7 @@ def test_another_turn_is_asked_for_alone_and_before_the_other_completions():
     buffer = make()
     trajectory = turn(buffer, ask(buffer, "a:1", room=1), 5)
     group = next(iter(buffer.in_flight.values()))
-    buffer.replied(group, trajectory, np.array([7], np.int32))
+    buffer.replied(group, trajectory, Reply(np.array([7], np.int32)))
     assert group.pending == {0, 1}
     assert (ask(buffer, "a:1").left, ask(buffer, "a:1").left) == ({0}, {1})
 
@@ -247,14 +247,14 @@ def test_an_episode_of_which_a_turn_is_taken_back_begins_again():
     group = requests[0].group
     trajectories = [turn(buffer, request, 5) for request in requests]
     for trajectory in trajectories:
-        buffer.replied(group, trajectory, np.array([7], np.int32))
+        buffer.replied(group, trajectory, Reply(np.array([7], np.int32)))
     elsewhere = ask(buffer, "b:2", room=1)
     assert buffer.retract(A) == 2
     # One waits for its next turn, the other's is being sampled: that comes to nothing.
     assert group.pending == {1} and list(group.asked) == [0]
     assert turn(buffer, elsewhere, 6) is None
     assert group.pending == {0, 1} and not group.asked and not group.trajectories
-    buffer.replied(group, trajectories[1], np.array([8], np.int32))  # nor does a reply that is late
+    buffer.replied(group, trajectories[1], Reply(np.array([8], np.int32)))  # nor does a reply that is late
     assert not buffer.scored(group, trajectories[0], RIGHT, now=1.0)
     fresh = ask(buffer, "b:2")
     assert fresh.trajectory is None and fresh.left == {0, 1} and not group.trajectories
@@ -265,7 +265,7 @@ def test_a_turn_is_left_to_the_process_that_has_its_keys_and_values():
     trajectory = turn(buffer, ask(buffer, "a:1", room=1), 5)
     group = next(iter(buffer.in_flight.values()))
     turn(buffer, ask(buffer, "a:1", room=1), 5)
-    buffer.replied(group, trajectory, np.array([7], np.int32))
+    buffer.replied(group, trajectory, Reply(np.array([7], np.int32)))
 
     def wanted(server: str, with_capacity: dict[Process, int]) -> list[int]:
         return buffer._wanted(group, Process(server, "1"), with_capacity)

@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from scalerl_jax.environments.episode import Reply
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.scorer_pool import Complaints
@@ -34,20 +35,26 @@ class Counts:
 
 
 class Replies:
+    """branching: every second reply begins a new branch."""
+
+    def __init__(self, *, branching: bool):
+        self._branching = branching
+
     def encode(self, row, messages, *, behind):
         text = messages[0]["content"]
-        return text, [10 + ord(letter) % 40 for letter in text]
+        ids = np.array([10 + ord(letter) % 40 for letter in text], np.int32)
+        return text, Reply(ids, new_branch=self._branching and text.startswith("turn 2"))
 
 
-@pytest.fixture
-def played(tmp_path):
+@pytest.fixture(params=[False, True], ids=["one_branch", "branches"])
+def played(tmp_path, request):
     """A config, and the episodes of its environment."""
     (tmp_path / "game.py").write_text(GAME)
     made = config(rollout_max_turns=8, rollout_max_episode_tokens=400)
     made.environment.name = f"{tmp_path}/game.py:Counts"
     requests = Requests(made, ByteTokenizer())
     pool = EpisodePool(
-        made, {"": make_environment(made)}, replies=Replies(), complaints=Complaints(),
+        made, {"": make_environment(made)}, replies=Replies(branching=request.param), complaints=Complaints(),
         turn_tokens=requests.turn_tokens, decode=lambda ids: " ".join(map(str, ids)),
     )  # fmt: skip
     yield made, pool
@@ -66,24 +73,27 @@ def check(group, requests: Requests, *, minimum: int, version: int | None = None
     if version is not None:
         open_group = requests.evaluation(group.number, group.row, version=version, samples=len(group.completions))
     for index, (completion, score) in enumerate(zip(group.completions, group.scores)):
-        spans = turns_of(completion)
+        turns = [(branch, *span) for branch in completion.branches for span in turns_of(branch)]
         if score.metrics["ended/done"]:
-            assert len(spans) == score.metrics["turns"] == score.metrics["wanted"] == 1 + group.row.index % 4
-        assert score.metrics["turns"] == len(spans) and group.servers[index][0][-1].end == len(completion.token_ids)
-        assert completion.token_steps().min() >= minimum
-        for turn, (start, end) in enumerate(spans):
+            assert len(turns) == score.metrics["turns"] == score.metrics["wanted"] == 1 + group.row.index % 4
+        assert score.metrics["turns"] == len(turns) and score.metrics["branches"] == len(completion.branches)
+        ends = [parts[-1].end for parts in group.servers[index]]
+        assert ends == [len(branch.token_ids) for branch in completion.branches]
+        assert min(branch.token_steps().min() for branch in completion.branches) >= minimum
+        for turn, (branch, start, end) in enumerate(turns):
             wanted = open_group.requests[index]
             group_id = open_group.group_id
             if turn:
                 wanted, group_id = requests.turn(wanted, turn), f"{group_id}/{index}/{turn}"
-            prompt = np.concatenate([group.row.token_ids, completion.token_ids[:start]])
+            prompt = group.row.token_ids if branch.prompt is None else branch.prompt
+            prompt = np.concatenate([prompt, branch.token_ids[:start]])
             asked = dataclasses.replace(
                 requests.probe("x", row(1), incarnation=1, samples=1, version=0), group_id=group_id, prompt=prompt,
                 completions=(wanted,), sampling=requests.sampling, interruption=requests.interruption,
             )  # fmt: skip
             sampled = script.rollout(asked, wanted)
-            np.testing.assert_array_equal(completion.token_ids[start:end], sampled.token_ids)
-            np.testing.assert_array_equal(completion.logprobs[start:end], sampled.logprobs)
+            np.testing.assert_array_equal(branch.token_ids[start:end], sampled.token_ids)
+            np.testing.assert_array_equal(branch.logprobs[start:end], sampled.logprobs)
 
 
 def check_batches(trainer: Trainer, requests: Requests) -> None:
@@ -96,7 +106,7 @@ def check_batches(trainer: Trainer, requests: Requests) -> None:
 def delivered(trainer: Trainer) -> set[str]:
     """The servers that have sampled a part of what was trained on."""
     groups = [group for groups in trainer.batches for group in groups]
-    return {part.process.address for group in groups for (parts,) in group.servers for part in parts}
+    return {part.process.address for group in groups for of in group.servers for parts in of for part in parts}
 
 
 def test_every_turn_follows_the_path_so_far_and_is_trained_once(start, played):
@@ -150,4 +160,4 @@ def test_what_a_server_did_to_an_episode_is_taken_back(start, played):
         assert [group.number for group in again] == [group.number for group in groups]
         for group in again:
             check(group, requests, minimum=0)
-            assert bad not in {part.process for (of,) in group.servers for part in of}
+            assert bad not in {part.process for of in group.servers for parts in of for part in parts}

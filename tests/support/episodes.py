@@ -7,8 +7,8 @@ import numpy as np
 from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Completion as Turn
-from scalerl_jax.environments import Environment, Row, Score
-from scalerl_jax.environments.episode import Trajectory
+from scalerl_jax.environments import Environment, Row, Score, parts
+from scalerl_jax.environments.episode import Reply, Trajectory
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.prompts import Replies
@@ -24,13 +24,14 @@ class Letters:
         text = "".join(message["content"] for message in messages)
         if not text:
             raise ValueError("a reply of the environment is empty")
-        return text, [ord(letter) for letter in text]
+        return text, Reply(np.array([ord(letter) for letter in text], np.int32))
 
 
 def pool_of(config: Config, complaints: Complaints | None = None) -> EpisodePool:
     return EpisodePool(
-        config, {"": make_environment(config)}, replies=Letters(), decode=lambda ids: "".join(map(chr, ids)),
-        turn_tokens=20, complaints=complaints or Complaints(),
+        config, {part: make_environment(of_part) for part, of_part in parts.configs(config).items()},
+        replies=Letters(), decode=lambda ids: "".join(map(chr, ids)), turn_tokens=20,
+        complaints=complaints or Complaints(),
     )  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def play(pool: EpisodePool, row: Row, *turns: str) -> tuple[list[str], Score]:
             assert text == turns[-1], f"over at {text!r}: {found}"
             return replies, found
         trajectory.add_reply(found)
-        replies.append("".join(map(chr, found)))
+        replies.append("".join(map(chr, found.token_ids)))
     raise AssertionError(f"not over: {replies}")
 
 
