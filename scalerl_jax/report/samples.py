@@ -112,6 +112,7 @@ def sample(row: Row, marker: str) -> dict[str, Any]:
         "step": row["step"],
         "group": row["group"],
         "index": row["index"],
+        "branch": row.get("branch", [1, 1]),  # rows of older versions have none
         "task": row.get("task", ""),
         "prompt": prompt,
         "prompt_left_out": prompt_left_out,

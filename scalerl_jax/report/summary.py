@@ -143,10 +143,10 @@ def last_samples(workdir: str, count: int) -> list[dict[str, Any]]:
 
 
 def _completion(sample: dict[str, Any]) -> Text:
-    outcome = "right" if sample["verdict"] else "wrong"
-    text = Text(
-        f"\nstep {sample['step']}, {outcome} (answer {sample['answer']}, {sample['finish_reason']})\n", style="bold"
-    )
+    outcome, (branch, branches) = "right" if sample["verdict"] else "wrong", sample.get("branch", (1, 1))
+    of_several = f", branch {branch} of {branches}" if branches > 1 else ""
+    about = f"answer {sample['answer']}, {sample['finish_reason']}"
+    text = Text(f"\nstep {sample['step']}{of_several}, {outcome} ({about})\n", style="bold")
     text.append(sample["prompt"], style="not bold cyan")
     text.append(sample["completion"], style="not bold")
     return text

@@ -111,7 +111,8 @@ class Completions:
     def add(self, group: FinishedGroup, tokenizer: Tokenizer, *, rollout: RolloutConfig) -> None:
         (prompt,), lines = of_groups([group]), []
         for i, (completion, score) in enumerate(zip(group.completions, group.scores)):
-            text = tokenizer.decode_completion(completion.token_ids.tolist())
+            branches = [branch.token_ids.tolist() for branch in completion.branches]
+            text = "\n\n".join(map(tokenizer.decode_completion, branches))
             end, budget = rollout.end_of_thinking, rollout.thinking_budget_max
             thinking, answer = split_as_run(text, end, prompt=group.row.text, budget=budget)
             sample = prompt.samples[i]

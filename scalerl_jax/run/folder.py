@@ -20,7 +20,6 @@ ledger.
 
 import contextlib
 import fcntl
-import itertools
 import os
 import re
 import time
@@ -178,9 +177,8 @@ class RunFolder:
         return telemetry.samples > 0 and telemetry.samples_every > 0 and step % telemetry.samples_every == 0
 
     def rollouts(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Writes the first config.telemetry.samples of them, whole or not at all."""
-        written = itertools.islice(samples, self._config.telemetry.samples)
-        lines = [line_of(plain({"step": step, **sample})) for sample in written]
+        """Writes them, whole or not at all."""
+        lines = [line_of(plain({"step": step, **sample})) for sample in samples]
         write_whole(self.path("rollouts", f"step-{step:08d}.jsonl"), "".join(lines))
 
     def close(self) -> None:

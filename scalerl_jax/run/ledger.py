@@ -275,14 +275,15 @@ class Ledger:
     def finished_groups(self, groups: Sequence[FinishedGroup], *, evaluation: bool = False) -> None:
         """As `finished`, for each group."""
         for group in groups:
-            self.finished(
-                prompt_tokens=len(group.row.token_ids),
-                completion_tokens=[len(completion.token_ids) for completion in group.completions],
-                evaluation=evaluation,
-            )
+            branches = [branch for completion in group.completions for branch in completion.branches]
+            of_row = [len(branch.token_ids) for branch in branches if branch.prompt is None]
+            asked = [(len(group.row.token_ids), of_row)] if of_row else []
+            asked += [(len(branch.prompt), [len(branch.token_ids)]) for branch in branches if branch.prompt is not None]
+            for prompt, tokens in asked:
+                self.finished(prompt_tokens=prompt, completion_tokens=tokens, evaluation=evaluation)
 
     def finished(self, *, prompt_tokens: int, completion_tokens: Sequence[int], evaluation: bool = False) -> None:
-        """Records a finished group: its lengths give the mean context of generated tokens."""
+        """Records completions of one prompt: their lengths give the mean context of generated tokens."""
         with self._lock:
             sums = self._books["finished"]["evaluation" if evaluation else "training"]
             for length in completion_tokens:

@@ -33,6 +33,7 @@ class StepMetrics:
     ):
         self._guard, self._exported = guard, exported
         self._folder, self._tokenizer, self._line = folder, tokenizer, line
+        self._samples = config.telemetry.samples
         self._learning = LearningWatch(config_check.leaves(config), read_rows(folder.path("metrics.jsonl")))
 
     def write(
@@ -57,7 +58,8 @@ class StepMetrics:
             self._line.log(remark)
         self._exported.row(numbered, {**self._learning.past, **self._guard.updated(numbered)})
         if self._folder.wants_rollouts(step):
-            self._folder.rollouts(step, samples_of(groups, batch.rewards, self._tokenizer))
+            shown = groups[: self._samples]
+            self._folder.rollouts(step, samples_of(shown, batch.rewards, self._tokenizer))
         seconds = max(1e-9, values["update_seconds"])
         self._line.update(
             step=step,
@@ -79,28 +81,30 @@ def length_quantiles(groups: Sequence[FinishedGroup]) -> list[float]:
 def samples_of(groups: Sequence[FinishedGroup], rewards: np.ndarray, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """Rows of rollouts/step-*.jsonl, without the step: one completion of each group, as it was trained on.
 
-    Its index in the group differs from group to group, so that right and wrong ones are seen; of an agent the first
-    branch. rewards: [prompts, group].
+    Its index in the group differs from group to group, so that right and wrong ones are seen. A row is one branch.
+    rewards: [prompts, group].
     """
     for p, group in enumerate(groups):
         completion = group.completions[p % len(group.completions)]
-        prompt, ids = completion.prompt, completion.token_ids.tolist()
-        yield {
-            "group": group.number,
-            "index": completion.index,  # in its group
-            "prompt": group.row.text if prompt is None else tokenizer.decode(prompt.tolist()),
-            "answer": group.row.answer,  # the right one
-            "completion": tokenizer.decode(ids),
-            "token_ids": ids,  # [tokens]
-            # [tokens], the generator's own; 0 at forced tokens
-            "logprobs": [round(float(value), 6) for value in completion.logprobs],
-            "versions": completion.versions,  # (step, start, end), covering [0, tokens)
-            "forced": completion.forced,  # (start, end)
-            "replies": completion.replies,  # (start, end) of the environment's replies, among the forced tokens
-            "verdict": group.scores[completion.index].correct,
-            "reward": float(rewards[p, completion.index]),
-            "finish_reason": completion.finish_reason,
-            "task": group.row.task,  # of the prompt
-            # [tokens] the part of `completion` that each token adds; empty if it is unknown
-            "pieces": tokenizer.pieces(ids),
-        }
+        for number, branch in enumerate(completion.branches, 1):
+            prompt, ids = branch.prompt, branch.token_ids.tolist()
+            yield {
+                "group": group.number,
+                "index": completion.index,  # in its group
+                "branch": [number, len(completion.branches)],  # the first one is 1; and how many there are
+                "prompt": group.row.text if prompt is None else tokenizer.decode(prompt.tolist()),
+                "answer": group.row.answer,  # the right one
+                "completion": tokenizer.decode(ids),
+                "token_ids": ids,  # [tokens]
+                # [tokens], the generator's own; 0 at forced tokens
+                "logprobs": [round(float(value), 6) for value in branch.logprobs],
+                "versions": branch.versions,  # (step, start, end), covering [0, tokens)
+                "forced": branch.forced,  # (start, end)
+                "replies": branch.replies,  # (start, end) of the environment's replies, among the forced tokens
+                "verdict": group.scores[completion.index].correct,
+                "reward": float(rewards[p, completion.index]),
+                "finish_reason": completion.finish_reason,
+                "task": group.row.task,  # of the prompt
+                # [tokens] the part of `completion` that each token adds; empty if it is unknown
+                "pieces": tokenizer.pieces(ids),
+            }

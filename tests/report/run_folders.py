@@ -129,7 +129,7 @@ def write_run(
             if step:
                 run.metrics(step, metrics(step))
             if step and run.wants_rollouts(step):
-                run.rollouts(step, [*samples, *(sample(step, group) for group in range(8))])
+                run.rollouts(step, [*samples, *(sample(step, group) for group in range(8))][:8])
             if step % every == 0:
                 right = round(rate(0.01 * step, final) * PROMPTS * SAMPLES)
                 passes = np.full(PROMPTS, right // PROMPTS) + (np.arange(PROMPTS) < right % PROMPTS)

@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from scalerl_jax.config import Config
 from scalerl_jax.config_check import ConfigError
+from scalerl_jax.contract.codec import Completion
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.run.jsonl import read_rows
 from scalerl_jax.run.metrics import samples_of
@@ -361,16 +362,14 @@ def test_writing_events_needs_neither_torch_nor_tensorflow(tmp_path):
 
 
 def test_samples_of_rollouts(tmp_path):
-    completion = types.SimpleNamespace(
-        index=1,
-        prompt=None,
-        token_ids=np.array([5, 6, 7], np.int32),
-        logprobs=np.array([-0.5, 0.0, -1e-9], np.float32),
-        versions=((4, 0, 2), (5, 2, 3)),
-        forced=((1, 2),),
-        replies=((1, 2),),
-        finish_reason="stop",
-    )
+    second = Completion(
+        2, "g", 1, np.array([8], np.int32), np.array([-0.25], np.float32), ((5, 0, 1),), (), "stop",
+        prompt=np.array([9, 9], np.int32),
+    )  # fmt: skip
+    completion = Completion(
+        2, "g", 1, np.array([5, 6, 7], np.int32), np.array([-0.5, 0.0, -1e-9], np.float32),
+        ((4, 0, 2), (5, 2, 3)), ((1, 2),), "stop", replies=((1, 2),), others=(second,),
+    )  # fmt: skip
     group = types.SimpleNamespace(
         number=3,
         row=types.SimpleNamespace(text="1+1=", answer="2", task="hard"),
@@ -378,17 +377,22 @@ def test_samples_of_rollouts(tmp_path):
         scores=(types.SimpleNamespace(correct=False), types.SimpleNamespace(correct=True)),
     )
     pieces = ["<think>", "é</think>", "2"]
-    tokenizer = types.SimpleNamespace(decode=lambda ids: "".join(pieces), pieces=lambda ids: pieces)
+    texts = dict(zip([5, 6, 7, 8, 9], [*pieces, "3", "say "], strict=True))
+    tokenizer = types.SimpleNamespace(
+        decode=lambda ids: "".join(texts[i] for i in ids), pieces=lambda ids: [texts[i] for i in ids]
+    )
     with RunFolder(tmp_path, make_config(telemetry__samples=2, telemetry__samples_every=10)) as run:
         run.resume(0)
         assert [step for step in range(25) if run.wants_rollouts(step)] == [0, 10, 20]
-        run.rollouts(10, samples_of([group] * 1000, np.array([[-1.0, 1.0]] * 1000), tokenizer))
+        run.rollouts(10, samples_of([group] * 2, np.array([[-1.0, 1.0]] * 2), tokenizer))
     rows = read_rows(tmp_path / "rollouts" / "step-00000010.jsonl")
-    assert len(rows) == 2
+    assert len(rows) == 4 and rows[1]["branch"] == [2, 2] and rows[1]["token_ids"] == [8]
+    assert (rows[1]["prompt"], rows[1]["completion"], rows[1]["verdict"]) == ("say say ", "3", True)
     assert rows[0] == {
         "step": 10,
         "group": 3,
         "index": 1,
+        "branch": [1, 2],
         "prompt": "1+1=",
         "answer": "2",
         "completion": "<think>é</think>2",

@@ -6,11 +6,15 @@ import json
 import random
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.environments.base import Row
 from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from scalerl_jax.run.ledger import STOPPED_SECONDS, Ledger, ModelShape, ServerCounters
 from scalerl_jax.run.ledger_file import CLASSES, read
 from tests.support.models import toy_decoder
@@ -243,6 +247,27 @@ def test_the_context_of_llama_4_s_local_layers_is_their_chunk_s(tmp_path):
     generated = shape.forward_flops(tokens=37, context=seen(7, 18) + seen(7, 26) + seen(0, 7))
     assert row["generator_flops"] == pytest.approx(generated)
     assert row["trainer_flops"] == pytest.approx(3 * shape.forward_flops(tokens=44, context=seen(0, 18) + seen(0, 26)))
+
+
+def test_a_branch_has_the_context_of_its_own_prompt(tmp_path):
+    """Two completions of the row's prompt, the second with a further branch, and a run of an agent."""
+
+    def sampled(tokens, **fields):
+        ids, zeros = np.zeros(tokens, np.int32), np.zeros(tokens, np.float32)
+        return Completion(1, "g", 0, ids, zeros, ((0, 0, tokens),), (), "stop", **fields)
+
+    later, own = (sampled(n, prompt=np.zeros(p, np.int32)) for n, p in ((5, 40), (9, 30)))
+    row = Row("", token_ids=np.zeros(7, np.int32))
+    ledgers = [make(tmp_path / name, Clock(), shape=SHAPE) for name in ("groups", "direct")]
+    for one in ledgers:
+        one.begin()
+        one.observe("a", counters(up=1, busy=1, sampled=44, prefill=77))
+    groups = [(row, (sampled(11), sampled(19, others=(later,)))), (row, (own,))]
+    ledgers[0].finished_groups([FinishedGroup(0, of, made, (), 0.0, 0.0) for of, made in groups])
+    for prompt, tokens in ((7, [11, 19]), (40, [5]), (30, [9])):
+        ledgers[1].finished(prompt_tokens=prompt, completion_tokens=tokens)
+    flops = [one.snapshot()["generator_flops"] for one in ledgers]
+    assert flops[0] == flops[1] > SHAPE.forward_flops(tokens=121, context=0)
 
 
 def test_generators_flops_use_the_context_of_what_came_home(clock, ledger):

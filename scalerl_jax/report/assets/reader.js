@@ -207,6 +207,7 @@ function drawMap(host, list, state, changed) {
       'aria-checked': String(at === state.at),
       'aria-label':
         `update ${sample.step}, group ${sample.group}: ${word.toLowerCase()}` +
+        (sample.branch[1] > 1 ? `, branch ${sample.branch.join(' of ')}` : '') +
         (sample.interrupted ? ', interrupted' : ''),
       text: sign,
       onclick: () => changed(at),
@@ -278,6 +279,7 @@ function drawOne(parts, sample, state) {
     ['Update', String(sample.step)],
     ['Group', `${sample.group}, completion ${sample.index}`],
   ];
+  if (sample.branch[1] > 1) facts.push(['Branch', sample.branch.join(' of ')]);
   if (sample.task) facts.push(['Task', sample.task]);
   const head = make(
     'header',
