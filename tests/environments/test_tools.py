@@ -18,6 +18,8 @@ from tests.support.episodes import call, chat_pool, chat_turn, with_calls
 
 pytest.importorskip("transformers")
 CLASSES = """
+import asyncio, time
+
 def add(a: int, b: int = 2) -> int:
     \'\'\'Adds two numbers.
 
@@ -33,6 +35,25 @@ class Adding:
         yield {"prompt": f"{split}: 2+3?", "answer": 5}
     def score(self, row, completion):
         return completion.strip().endswith(row.answer)
+
+def sleeps() -> str:
+    \'\'\'Sleeps.\'\'\'
+    time.sleep(3600)
+
+async def waits() -> str:
+    \'\'\'Waits.\'\'\'
+    await asyncio.sleep(3600)
+
+def spins() -> str:
+    \'\'\'Spins.\'\'\'
+    while True: pass
+
+async def floods() -> str:
+    \'\'\'Floods.\'\'\'
+    return "0123456789" * 5_000_000
+
+class Hanging(Adding):
+    tools = [sleeps, waits, spins, floods]
 
 class Undescribed(Adding):
     tools = [lambda a: a]
@@ -209,6 +230,23 @@ def test_a_whole_episode_of_a_chat_model(tmp_path, style, form, called):
         trajectory.add_turn(turn("It is", "length"), "a:1")
         found = pool.step(row, trajectory).result()
         assert found.metrics["ended/turn_cut"] == 1 and found.metrics["tool_calls"] == 1
+
+
+def test_a_tool_that_hangs_costs_its_episode_and_one_that_floods_is_cut(tmp_path):
+    config, tokenizer = config_of(tmp_path, "Hanging"), chat_folder(tmp_path / "model", "qwen2_5")
+    environment = make_environment(config)
+    (row,) = Prompts(config, tokenizer).render_all(environment.rows("train"))
+    config.rollout.max_episode_tokens, config.environment.tool_characters = 2000, 100
+    with contextlib.closing(chat_pool(config, environment, tokenizer)) as pool:
+        text = tokenizer.decode(pool.step(row, Trajectory(chat_turn(tokenizer, call("floods")), "a:1")).result()[0])
+        assert "01234" in text and len(text) < len(row.text) + 200
+    config.environment.turn_seconds = 0.5
+    with contextlib.closing(chat_pool(config, environment, tokenizer)) as pool:
+        turns = [Trajectory(chat_turn(tokenizer, call(name)), "a:1") for name in ("sleeps", "waits", "spins")]
+        for found in [pool.step(row, turn) for turn in turns]:
+            score = found.result()
+            assert score.excluded and score.failed and score.metrics["ended/failed"] == 1, score
+            assert "turn_seconds" in score.why
 
 
 def test_an_answer_is_scored_without_its_episode(tmp_path):

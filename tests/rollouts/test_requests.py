@@ -14,6 +14,7 @@ from scalerl_jax.contract.codec import (
     request_from_proto,
     request_to_proto,
 )
+from scalerl_jax.environments.episode import Reply, Trajectory
 from scalerl_jax.rollouts.group_buffer import Process, RolloutRequest
 from scalerl_jax.rollouts.requests import Requests, Routed, stable_hash, validate
 from tests.rollouts.small_trainer import ByteTokenizer, config, row
@@ -37,6 +38,28 @@ def test_a_group_is_the_same_whenever_it_is_made():
     assert budgets[:4].sum() == 0 == budgets[25:].sum()
     # Uniform over 21 values: 800 draws, five sigma.
     assert np.abs(budgets[4:25] - 800 / 21).max() < 5 * np.sqrt(800 / 21)
+
+
+def test_each_turn_draws_a_seed_and_a_thinking_budget_of_its_own():
+    requests = make()
+    group = requests.train(5, row(1))
+    first, other = group.requests[:2]
+    turns = [requests.turn(of, turn) for of in (first, other) for turn in range(400)]
+    assert turns == [make().turn(of, turn) for of in (first, other) for turn in range(400)]
+    assert {r.index for r in turns[:400]} == {first.index} and len({r.seed for r in turns}) == len(turns)
+    budgets = np.bincount([r.thinking_budget for r in turns], minlength=25)
+    assert budgets[:4].sum() == 0 == budgets[25:].sum()
+    assert np.abs(budgets[4:25] - 800 / 21).max() < 5 * np.sqrt(800 / 21)
+    # They are those of the turn that is sent, behind what it follows.
+    ids = np.array([7, 8], np.int32)
+    turn = Completion(1, group.group_id, 1, ids, np.zeros(2, np.float32), ((0, 0, 2),), (), "stop")
+    trajectory = Trajectory(turn, Process("a:1", "x"))
+    for reply, prompt in ((Reply(ids + 2), [*row(1).token_ids, 7, 8, 9, 10]), (Reply(ids, True), [7, 8])):
+        trajectory.add_reply(reply)
+        rollout = RolloutRequest(None, group, Process("a:1", "x"), 3, None, {1}, trajectory)
+        sent = requests.of(rollout, incarnation=7)
+        assert sent.completions == (requests.turn(other, trajectory.turns),) and sent.prompt.tolist() == prompt
+        trajectory.add_turn(turn, Process("a:1", "x"))
 
 
 def test_evaluations_differ_in_their_names_only():
