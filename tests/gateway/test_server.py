@@ -1,17 +1,27 @@
-"""The HTTP server at its end. 1 s of CPU."""
+"""The HTTP server at its end, and streams that wait. 2 s of CPU."""
 
 import asyncio
 import contextlib
+import json
 import logging
+import pathlib
+from collections.abc import Sequence
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from scalerl_jax.contract.codec import Completion, GroupRequest
+from scalerl_jax.gateway import app
+from scalerl_jax.gateway.generators import NoServer
 from scalerl_jax.gateway.server import listen, serve
+from scalerl_jax.gateway.sessions import Sessions
+from tests.gateway.chat_model import QUESTION, model_folder
 
 
 def test_requests_that_are_cut_off_at_its_end_are_answered(caplog: pytest.LogCaptureFixture) -> None:
@@ -53,3 +63,69 @@ def test_requests_that_are_cut_off_at_its_end_are_answered(caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING):
         asyncio.run(talk())
     assert "Traceback" not in caplog.text and not any(record.exc_info for record in caplog.records)
+
+
+class Sampler:
+    """Answers, or fails, once the client has had a ping."""
+
+    maximum_tokens, there = 500, ("one",)
+
+    def __init__(self, said: Sequence[int]):
+        self.pinged, self._said = asyncio.Event(), np.array(said, np.int32)
+        self.fails = False
+
+    def capacity(self, prompt: int) -> int:
+        return self.maximum_tokens - prompt
+
+    async def ready(self, seconds: float) -> None:
+        pass
+
+    async def generate(self, request: GroupRequest, *, seconds: float) -> tuple[Completion, str]:
+        await self.pinged.wait()
+        if self.fails:
+            raise NoServer("no server is there")
+        count = len(self._said)
+        zeros, whole = np.zeros(count, np.float32), ((1, 0, count),)
+        return Completion(0, request.group_id, 0, self._said, zeros, whole, (), "stop"), "a:1 x"
+
+
+@pytest.mark.parametrize(
+    ("route", "ping", "failed"),
+    [
+        ("/v1/chat/completions", ": ping", {"type": "server_error"}),
+        ("/v1/messages", "event: ping", {"type": "overloaded_error"}),
+    ],
+)
+def test_a_stream_that_waits_is_not_silent(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, route: str, ping: str, failed: dict[str, str]
+) -> None:
+    """Clients give up a connection without data. What goes wrong behind a ping is an event of the stream."""
+    monkeypatch.setattr(app, "PING_SECONDS", 0.01)
+    chat = model_folder(tmp_path / "model")
+
+    async def talk() -> None:
+        sampler = Sampler([*chat.tokenizer.encode("It is 4."), chat.tokenizer.eos_id])
+        sessions = Sessions(folder="", seed=0, most=10, most_turns=10, most_bytes=2**20)
+        gateway = app.Gateway(chat, sampler, sessions, app.Options(("tiny",))).app()
+
+        async def watched(scope: Any, receive: Any, send: Any) -> None:
+            async def sending(message: Any) -> None:
+                await send(message)
+                if b"ping" in message.get("body", b""):
+                    sampler.pinged.set()
+
+            await gateway(scope, receive, sending)
+
+        body = {"model": "tiny", "messages": [QUESTION], "max_tokens": 50, "stream": True}
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(watched), base_url="http://gateway", timeout=None)
+        async with http:
+            lines = (await http.post(route, json=body)).raise_for_status().text.splitlines()
+            assert lines[0] == ping and "4." in "".join(lines) and "error" not in "".join(lines)
+            sampler.pinged.clear()
+            sampler.fails = True
+            lines = (await http.post(route, json=body)).raise_for_status().text.splitlines()
+            assert lines[0] == ping
+            (data,) = [line.removeprefix("data: ") for line in lines if "no server is there" in line]
+            assert json.loads(data)["error"].items() >= failed.items()
+
+    asyncio.run(talk())
