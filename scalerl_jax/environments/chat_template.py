@@ -46,6 +46,7 @@ class ChatTemplate:
         self.marks_turns = _MARKS_TURNS.search(template) is not None  # whether it marks the assistant's tokens
         self._check(arguments, "config.environment.template_arguments")
         self._arguments = {**tokens, **arguments}
+        self._roles = set[str]()  # that it is known to write behind an answer
 
     def with_arguments(self, arguments: Mapping[str, Any], setting: str) -> "ChatTemplate":
         """The template with further arguments. setting: the one with them, named by a ValueError as above."""
@@ -81,9 +82,15 @@ class ChatTemplate:
 
     def next_turn(self, messages: Messages) -> str:
         """The text that the template writes after an assistant's message: the end of that turn, `messages`, and the
-        generation prompt of the next turn. Raises ValueError as `render`."""
+        generation prompt of the next turn. Raises ValueError as `render`, and if the template leaves out one of their
+        roles, or writes it before."""
         asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
-        return self.render([*asked, *messages]).partition(_TURN)[2]
+        text = self.render([*asked, *messages]).partition(_TURN)[2]
+        for role in {message["role"] for message in messages} - self._roles:
+            if _ANSWER not in self.render([*asked, {"role": role, "content": _ANSWER}]).partition(_TURN)[2]:
+                raise ValueError(f"{self.file}: the chat template does not write a {role} message behind an answer")
+            self._roles.add(role)
+        return text
 
     def continued(self, path: str, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, bool]:
         """What `render` writes after `path`, the text of the turns so far, and False; if the text does not begin with

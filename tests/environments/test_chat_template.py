@@ -218,3 +218,33 @@ def test_the_next_turn_is_what_a_whole_chat_has_behind_an_answer(folders, style)
     whole = template.render([*chat, *more])
     assert whole.endswith("Four." + template.next_turn(more)) and template.next_turn(more).count("And 3+3?") == 1
     assert template.behind_answer() == "" or template.next_turn(more).startswith(template.behind_answer().rstrip("\n"))
+
+
+TOOL = {"role": "tool", "content": "4"}
+TAILS = {
+    "tool": [TOOL],
+    "two tools": [TOOL, {"role": "tool", "content": "9"}],
+    "tool, then user": [TOOL, {"role": "user", "content": "And 3+3?"}],
+    "two users": [{"role": "user", "content": "And 3+3?"}, {"role": "user", "content": "Or 4+4?"}],
+    "system, then user": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "And 3+3?"}],
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("tail", TAILS)
+def test_the_next_turn_does_not_depend_on_what_is_before(folders, style, tail):
+    """Whatever mixture of roles comes next, and whatever came before."""
+    template, more = read_chat_template(folders[style][0].path), TAILS[tail]
+    asked, answered = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "Four."}
+    roles = [message["role"] for message in more]
+    if (lost := {"llama3": "system", "deepseek_r1": "system tool"}.get(style, "")) and any(r in lost for r in roles):
+        with pytest.raises(ValueError, match=r"not write a (tool|system) message behind an answer|not system"):
+            template.next_turn(more)
+        return
+    befores = [[asked], [{"role": "system", "content": "Add."}, asked], [asked, answered, asked]]
+    befores.append([asked, {"role": "assistant", "content": "calls"}, TOOL])
+    found = template.next_turn(more)
+    for before in befores:
+        whole = template.render([*before, answered, *more])
+        assert whole.endswith("Four." + found), (before, whole, found)
+    assert all(found.count(message["content"]) >= 1 for message in more)
