@@ -66,7 +66,8 @@ def episode_of(config, tokenizer, asked, turns, replies):
         ids = [*tokenizer.encode(turn), tokenizer.stop_ids[1]]
         tokens, sampled = tokens + ids, sampled + [True] * len(ids)
         if reply is not None:
-            _, ids = Replies(config, tokenizer).encode(row, reply, behind=ids[-1])
+            _, found = Replies(config, tokenizer).encode(row, reply, behind=ids[-1])
+            ids = found.token_ids.tolist()
             tokens, sampled = tokens + ids, sampled + [False] * len(ids)
     return tokens, sampled
 
