@@ -47,6 +47,11 @@ function short(value) {
   return plain(value);
 }
 
+// 2.9e12 -> 2.9 TFLOP
+function flops(value) {
+  return known(value) ? short(value).replace(/[a-zA-Z]?$/, (letter) => ` ${letter}FLOP`) : MISSING;
+}
+
 // Three digits that matter, no exponent between 1e-4 and 1e4.
 function plain(value) {
   if (!known(value)) return MISSING;

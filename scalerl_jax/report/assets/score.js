@@ -377,7 +377,7 @@ function figures(run) {
     'Compute',
     short(run.totals.device_hours),
     'device-hours, evaluation and set-up apart',
-    `${short(run.totals.model_flops)}FLOP`,
+    flops(run.totals.model_flops),
     `busy: trainer ${percent(busy('trainer'), 0)}, generators ${percent(busy('generator'), 0)}`,
   );
   const { alarms } = run.health;

@@ -3,7 +3,7 @@
 const STUDY_AXES = {
   device_hours: { title: 'device-hours', form: (value) => `${plain(value)} device-hours`, ticks: plain },
   typical_hours: { title: 'typical device-hours', form: (value) => `${plain(value)} device-hours`, ticks: plain },
-  model_flops: { title: 'model FLOPs', form: (value) => `${short(value)}FLOP`, ticks: short },
+  model_flops: { title: 'model FLOPs', form: flops, ticks: short },
   step: { title: 'updates', form: (value) => `update ${Math.round(value)}`, ticks: short },
 };
 const AXIS = STUDY_AXES[page.x] || { title: page.x, form: (value) => `${short(value)} ${page.x}`, ticks: short };

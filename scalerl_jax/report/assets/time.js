@@ -190,7 +190,7 @@ function costs(run) {
   const { totals } = run;
   const text =
     `Busy and idle of both sides are ${plain(totals.device_hours)} device-hours, ` +
-    `in which the model did ${short(totals.model_flops)}FLOP. ` +
+    `in which the model did ${flops(totals.model_flops)}. ` +
     `${short(totals.sampled_tokens)} tokens sampled, ${short(totals.trained_tokens)} trained on, ` +
     `${short(totals.evaluation_tokens)} for evaluations.`;
   return make(
