@@ -141,7 +141,7 @@ class Gateway:
 
     def _chat_of(self, request: Request) -> Chat:
         session = self._sessions.open.get(request.path_params.get("session", ""))
-        return session.chat or self._chat if session is not None else self._chat
+        return self._chat if session is None else session.chat or self._chat
 
     # ---- routes that sample
 

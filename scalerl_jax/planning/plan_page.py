@@ -66,7 +66,7 @@ def show_step(console: Console, question: Question, plan: LayoutPlan) -> None:
     print_line(
         console,
         f"a step: {work.completions} completions, {short_number(work.tokens)} tokens, {plan.micro_batches} "
-        f"micro-batches; model {short_number(rate['model_flops'])} FLOPs, hardware "
+        f"micro-batch{'es' * (plan.micro_batches > 1)}; model {short_number(rate['model_flops'])} FLOPs, hardware "
         f"{short_number(plan.flops.total * plan.micro_batches)}",
     )
     print_line(
