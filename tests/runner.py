@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from tests.support.paths import ROOT
 
 TARGETS = {
     # what of the marks, and where the target's files are
-    "test": ("not slow", ["tests"]),
+    "test": ("not slow and not long", ["tests"]),
     "test-full": ("slow and not long", ["tests"]),
     "test-long": ("long", ["tests"]),
 }
@@ -268,13 +269,13 @@ def files_of(target: str, wanted: Sequence[str]) -> list[str]:
         path = ROOT / place
         found += [os.path.relpath(p, ROOT) for p in ([path] if path.is_file() else sorted(path.rglob("test_*.py")))]
     found = [file for file in found if not file.startswith(other)]
-    if marks == "not slow":
+    if marks == TARGETS["test"][0]:
         return found
 
-    def marks_slow(path: pathlib.Path) -> bool:
-        return path.exists() and "mark.slow" in path.read_text(encoding="utf-8")
+    def marks_some(path: pathlib.Path) -> bool:
+        return path.exists() and re.search(r"\bmark\.(slow|long)\b", path.read_text(encoding="utf-8")) is not None
 
-    return [file for file in found if marks_slow(ROOT / file) or marks_slow((ROOT / file).with_name("conftest.py"))]
+    return [file for file in found if marks_some(ROOT / file) or marks_some((ROOT / file).with_name("conftest.py"))]
 
 
 def batches_of(files: list[str], known: dict[str, list[float]], order: int | None) -> list[list[str]]:

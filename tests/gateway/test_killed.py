@@ -13,7 +13,7 @@ import pytest
 from scalerl_jax.gateway.chat import Chat
 from tests.gateway.chat_model import QUESTION, array, gateway, generator, trace
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 KILLS, CLIENTS = 50, 6
 
