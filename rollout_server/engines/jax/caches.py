@@ -269,13 +269,19 @@ class SessionCaches:
             self._drop(next(iter(self._kept)))
 
     def pop(self, sequence: Sequence) -> KeptTurn | None:
-        """Removes and returns the prefix from which the sequence can continue, or None."""
+        """Removes and returns the prefix from which the sequence can continue, or None. Of a prefix that its prompt
+        does not begin with (its history was rewritten) what is the same, if that is half of the prompt or more."""
         request, kept = sequence.request, self._drop(_name(sequence))
-        if kept is None or len(kept.tokens) >= len(request.prompt):
+        if kept is None:
             return None
-        same = np.array_equal(kept.tokens, request.prompt[: len(kept.tokens)])
+        most = min(len(kept.tokens), len(request.prompt) - 1)
+        known = int(np.argmin(np.append(kept.tokens[:most] == request.prompt[:most], False)))
+        enough = known == len(kept.tokens) or 2 * known >= len(request.prompt)
         recorded = kept.experts is not None or not request.router_replay
-        return kept if same and recorded and request.pinned_step in (None, kept.step) else None
+        if not enough or not recorded or request.pinned_step not in (None, kept.step):
+            return None
+        experts = None if kept.experts is None else kept.experts[:known]
+        return dataclasses.replace(kept, tokens=kept.tokens[:known], experts=experts)
 
     def clear(self) -> None:
         self._kept.clear()

@@ -118,8 +118,34 @@ async def test_after_a_swap_the_keys_and_values_of_before_stay(folders):
         assert engine.status().reused_tokens > before
 
 
+@pytest.mark.parametrize("kind", ["", pytest.param("moe", marks=pytest.mark.slow)])
+async def test_a_history_that_is_rewritten_late_goes_on_from_what_is_the_same(folders, kind):
+    """And so does the same turn, asked once more, and a much shorter prompt. What is kept is cut there."""
+    config = tiny(kind="qwen3_moe") if kind else CONFIG
+    long = np.arange(100) * 7 % CONFIG.vocab_size
+    async with opened(folders[kind], maximum_tokens=640, router_replay=bool(kind)) as engine:
+        for attempt in range(2):  # the second time all programs are there
+            first = await turn(engine, long, replay=bool(kind))
+            fed = np.concatenate([long, first.token_ids])
+            for known in (len(fed) - 2, len(long) - 1, 70, 20):
+                prompt = np.concatenate([fed[:known], [fed[known] ^ 1], REPLY])
+                if known == len(long) - 1:
+                    prompt = long
+                before = engine.status().reused_tokens
+                found = await turn(engine, prompt, replay=bool(kind))
+                await compiled(engine)
+                if attempt:
+                    assert engine.status().reused_tokens - before == known
+                expected = reference_logprobs(config, prompt, found.token_ids, lambda t: random_tensors(config, 0))
+                np.testing.assert_allclose(found.logprobs, expected, atol=1e-4)
+                if kind:
+                    anew = await turn(engine, prompt, session="b", replay=True)
+                    np.testing.assert_array_equal(found.experts[: len(prompt) - 1], anew.experts[: len(prompt) - 1])
+                fed = np.concatenate([prompt, found.token_ids])
+
+
 async def test_what_does_not_go_on_begins_anew(folders):
-    """Another session, a rewritten history, the same turn again, another incarnation."""
+    """Another session, a history rewritten at its beginning, another incarnation."""
 
     async with opened(folders[""]) as engine:
         await episode(engine, 2)
@@ -131,7 +157,6 @@ async def test_what_does_not_go_on_begins_anew(folders):
         for other in (
             {"session": "b"},
             {"prompt": rewritten},
-            {"prompt": PROMPT},
         ):
             asked = {"prompt": prompt, **other}
             completion = await turn(engine, **asked)
@@ -157,10 +182,10 @@ def test_memory_is_bounded_and_the_longest_unused_goes_first():
     assert kept.bytes == 200
     for name in ("a", "b", "a", "c"):
         sessions.store(sequence(name), kept)
-    assert sessions.pop(sequence("b")) is None and sessions.pop(sequence("a")) is kept
+    assert sessions.pop(sequence("b")) is None and sessions.pop(sequence("a")).prefix is kept.prefix
     assert sessions.pop(sequence("a")) is None, "it is kept no more"
     sessions.store(sequence("d"), kept)
-    assert sessions.pop(sequence("c")) is kept and sessions.pop(sequence("d")) is kept
+    assert sessions.pop(sequence("c")).prefix is kept.prefix and sessions.pop(sequence("d")).prefix is kept.prefix
     sessions.limit = 199
     sessions.store(sequence("e"), kept)
     assert sessions.pop(sequence("e")) is None
