@@ -41,6 +41,53 @@ def test_a_part_of_a_row_with_a_bound_on_segments(part):
         np.testing.assert_allclose(mine, theirs, atol=2e-5)
 
 
+LONG = np.stack([segments(lengths, 640) for lengths in ([128, 200, 60, 150], [1, 639], [300], [50] * 12)])
+
+
+@pytest.mark.parametrize("longest", [640, 200])
+def test_blocks_without_a_segment_in_common_are_skipped(monkeypatch, longest):
+    """Values and gradients are those of the formula, and what is in a block that is skipped does not matter."""
+    monkeypatch.setattr(splash, "_BLOCK", 128)
+    ids = LONG if longest == 640 else LONG[[0, 3]]
+    args = inputs(ids, heads=4, kv_heads=2, size=16)
+    at = cotangent(args[0].shape)
+
+    def ours(q, k, v):
+        return splash.attend(q, k, v, Segments(ids, ids, None, longest), interpret=True)
+
+    wanted = value_and_gradients(lambda *a: plain(*a, ids), args, at)
+    for mine, theirs in zip(value_and_gradients(ours, args, at), wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+    # The first block of the first row is a segment by itself. Masked, its NaN would still be in every product's sums.
+    q, k, v = (x.at[0, :128].set(jnp.nan) for x in args)
+    for mine, theirs in zip(value_and_gradients(ours, (q, k, v), at), wanted, strict=True):
+        assert np.isnan(mine[0, :128]).all()
+        np.testing.assert_allclose(mine[0, 128:], theirs[0, 128:], atol=2e-5)
+
+
+@pytest.mark.parametrize("part", [0, 1, 4])
+def test_blocks_of_a_part_of_a_row_are_skipped(monkeypatch, part):
+    monkeypatch.setattr(splash, "_BLOCK", 128)
+    args, here = inputs(LONG, size=16), slice(128 * part, 128 * part + 128)
+    at = cotangent(args[0].shape)[:, here]
+
+    def ours(q, k, v):
+        of_part = Segments(LONG[:, here], LONG, jnp.int32(128 * part), 640)
+        return splash.attend(q[:, here], k, v, of_part, interpret=True)
+
+    wanted = value_and_gradients(lambda *a: plain(*a, LONG)[:, here], args, at)
+    for mine, theirs in zip(value_and_gradients(ours, args, at), wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+
+
+def test_which_blocks_meet():
+    """Each pair of blocks with a segment in common, and none that has none where segments end with blocks."""
+    meet = np.asarray(splash._meet(Segments(LONG, LONG, None, 640), (128, 128)))
+    blocks = LONG.reshape(len(LONG), 5, 128)
+    common = np.array([[[bool(set(a) & set(b)) for b in row] for a in row] for row in blocks])
+    np.testing.assert_array_equal(meet, common)
+
+
 def test_blocks_divide_every_row():
     for length in (128, 640, 16_384, 34_816, 34_816 // 4):
         for chip in ("TPU v4", "TPU v5", "TPU v6 lite"):

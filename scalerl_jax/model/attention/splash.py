@@ -1,7 +1,8 @@
 """Attention on TPUs: the splash kernels of JAX's Pallas library, with segment ids.
 
-The kernels skip what the static mask excludes, a block at a time: later keys, and those further back than the longest
-segment. Segments that end inside it are masked, not skipped. Grouped queries share their keys in the kernel.
+The kernels skip, a block at a time, what the static mask excludes: later keys, and those further back than the longest
+segment. What they skip is in small arrays, which are made anew for each row: its blocks without a segment in common are
+skipped, too. Grouped queries share their keys in the kernel.
 
 Queries that are a part of their row (`context`) need a part of the mask: it is made for all parts at once, and each
 device selects its part by its offset.
@@ -39,8 +40,47 @@ def attend(
         kernel = _part(kernel, segments.offset // length, keys // length)
     q = (q * (1 / q.shape[-1] ** 0.5)).astype(q.dtype)
     heads_first = [jnp.swapaxes(x, 1, 2) for x in (q, k, v)]  # [rows, heads, length, h]
-    out = jax.vmap(kernel)(*heads_first, kernels.SegmentIds(segments.queries, segments.keys))
+
+    def of_row(meet: jax.Array, *row: Any) -> jax.Array:
+        by_queries = [_skipping(info, meet) for info in (kernel.fwd_mask_info, kernel.dq_mask_info)]
+        return type(kernel)(*by_queries, _skipping(kernel.dkv_mask_info, meet.T, by_keys=True), **kernel.kwargs)(*row)
+
+    meet = _meet(segments, sizes)
+    out = jax.vmap(of_row)(meet, *heads_first, kernels.SegmentIds(segments.queries, segments.keys))
     return jnp.swapaxes(out, 1, 2)
+
+
+def _meet(segments: Segments, sizes: tuple[int, int]) -> jax.Array:
+    """[rows, blocks of queries, blocks of keys] bool: whether they may have a segment in common. The ids of a row rise,
+    but for the padding at its end, which is a segment of its own here."""
+    most = jnp.iinfo(jnp.int32).max
+    edges = []
+    for ids, size in zip((segments.queries, segments.keys), sizes):
+        of_block = jnp.where(ids == 0, most, ids).reshape(ids.shape[0], -1, size)
+        edges.append((of_block.min(axis=2), of_block.max(axis=2)))
+    (first, last), (first_key, last_key) = edges
+    return (first[:, :, None] <= last_key[:, None]) & (first_key[:, None] <= last[:, :, None])
+
+
+def _skipping(info: Any, meet: jax.Array, *, by_keys: bool = False) -> Any:
+    """The mask info of a kernel that also skips the blocks that do not meet, for one row.
+
+    The kernel goes through the inner blocks of each outer one. `data_next` names the inner block that a step needs, or
+    for one that is skipped the next that any needs: nothing else is loaded. meet: [outer blocks, inner blocks]; the
+    outer ones are those of queries, or with by_keys of keys, and then the arrays of `info` are transposed.
+    """
+    steps, inner = info.block_mask[0], info.data_next[0].astype(jnp.int32)
+    if by_keys:
+        steps, inner = steps.T, inner.T
+    needed = (steps > 0) & jnp.take_along_axis(meet, inner, axis=1)
+    none = meet.shape[1]
+    ahead = jax.lax.cummin(jnp.where(needed, inner, none), axis=1, reverse=True)
+    first = ahead[:, :1]  # keys come once for each head, queries for all heads in turn
+    ahead = jnp.where(ahead < none, ahead, first if by_keys else jnp.roll(first, -1, axis=0))
+    steps, ahead = jnp.where(needed, steps, 0), jnp.where(ahead < none, ahead, 0)
+    if by_keys:
+        steps, ahead = steps.T, ahead.T
+    return info._replace(block_mask=steps[None], data_next=ahead.astype(info.data_next.dtype)[None])
 
 
 def block_sizes(chip: str, head_dim: int, length: int, keys: int) -> tuple[int, int]:
