@@ -20,9 +20,9 @@ attention's forward pass:
     reference   one more forward pass of all these, if the loss has a KL to a reference policy
     adapter     2 N T and 2 V D T less: no weight has a gradient. Its own products are left out
 
-Splash and blocks skip later keys, a block at a time, and keys further back than the longest segment; shorter segments
-are masked, not skipped, so the number of pairs depends on the row and not on its segments. Unlike cuDNN, they do not
-skip keys outside of the chunks of Llama 4's local layers.
+Splash and blocks skip later keys, a block at a time, and keys further back than the longest segment. Here shorter
+segments count as masked, so the number of pairs depends on the row and not on its segments; splash and cuDNN skip what
+is outside of them. Unlike cuDNN, the others do not skip keys outside of the chunks of Llama 4's local layers.
 
 Left out of the FLOPs: norms, softmax, rotations, the loss and the optimizer.
 """

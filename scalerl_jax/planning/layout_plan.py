@@ -222,7 +222,7 @@ def estimate(question: Question, choice: Choice, update: compiled.Update | None 
     program = None
     if update.programs is not None:
         of_row = pairs(shapes.seq_len, workload.longest, backend, block) / shapes.seq_len
-        attended = _attended(question, update.attention, of_row, parts=mesh["context"])
+        attended = _attended(question, update.attention, of_row, block=block, parts=mesh["context"])
         chip = dataclasses.replace(machine.chip, flops=question.peak_share * machine.chip.flops)
         on = dataclasses.replace(machine, chip=chip)
         micro_batch, ending = (program_roofline.of(one, on, attended=attended) for one in update.programs)
@@ -288,10 +288,13 @@ def _attention(question: Question) -> tuple[str, int]:
     return "splash", splash.block_sizes(chip.name, question.decoder.head_dim, seq_len, seq_len)[0]
 
 
-def _attended(question: Question, note: str, of_row: float, *, parts: int) -> float:
+def _attended(question: Question, note: str, of_row: float, *, block: int, parts: int) -> float:
     """Keys that a query is compared with on average. cuDNN uses the query's own segment in packed rows, and with a mask
-    the row, which may be split into parts; splash uses blocks of the row, `of_row` keys a query, whatever its segments.
+    the row, which may be split into parts; splash its segment in whole blocks, which begin and end inside others, and
+    are never fewer than two; blocks of plain XLA those of the row, `of_row` keys a query, whatever its segments.
     """
+    if "splash" in note:
+        return min(of_row, block + max(question.workload.attended, block))
     if "packed rows" in note:
         decoder, whole = question.decoder, question.workload.attended
         local = sum(decoder.local_layers()) / decoder.layers
