@@ -118,7 +118,7 @@ async def test_after_a_swap_the_keys_and_values_of_before_stay(folders):
         assert engine.status().reused_tokens > before
 
 
-@pytest.mark.parametrize("kind", ["", pytest.param("moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["", pytest.param("moe", marks=[pytest.mark.slow, pytest.mark.long])])
 async def test_a_history_that_is_rewritten_late_goes_on_from_what_is_the_same(folders, kind):
     """And so does the same turn, asked once more, and a much shorter prompt. What is kept is cut there."""
     config = tiny(kind="qwen3_moe") if kind else CONFIG
