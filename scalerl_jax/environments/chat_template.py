@@ -82,15 +82,22 @@ class ChatTemplate:
 
     def next_turn(self, messages: Messages) -> str:
         """The text that the template writes after an assistant's message: the end of that turn, `messages`, and the
-        generation prompt of the next turn. Raises ValueError as `render`, and if the template leaves out one of their
-        roles, or writes it before."""
-        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
-        text = self.render([*asked, *messages]).partition(_TURN)[2]
+        generation prompt of the next turn. Raises ValueError as `render` and `check_roles`."""
+        text = self._behind_turn(messages)
+        self.check_roles(messages)
+        return text
+
+    def check_roles(self, messages: Messages) -> None:
+        """Raises ValueError if the template leaves out a role of these messages behind an answer, or writes it
+        before."""
         for role in {message["role"] for message in messages} - self._roles:
-            if _ANSWER not in self.render([*asked, {"role": role, "content": _ANSWER}]).partition(_TURN)[2]:
+            if _ANSWER not in self._behind_turn([{"role": role, "content": _ANSWER}]):
                 raise ValueError(f"{self.file}: the chat template does not write a {role} message behind an answer")
             self._roles.add(role)
-        return text
+
+    def _behind_turn(self, messages: Messages) -> str:
+        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
+        return self.render([*asked, *messages]).partition(_TURN)[2]
 
     def continued(self, path: str, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, bool]:
         """What `render` writes after `path`, the text of the turns so far, and False; if the text does not begin with

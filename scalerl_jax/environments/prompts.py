@@ -226,8 +226,9 @@ class Replies:
         path: tokens of the turns so far, the prompt's included. Raises ValueError if the template fails.
         """
         prompts = self._prompts[row.environment]
-        whole = [*prompts.complete(row.messages), *messages]
-        text, again = prompts.template().continued(self._tokenizer.decode(path), whole, tools=row.tools)
+        template, whole = prompts.template(), [*prompts.complete(row.messages), *messages]
+        template.check_roles([message for message in messages if message["role"] != "assistant"])
+        text, again = template.continued(self._tokenizer.decode(path), whole, tools=row.tools)
         return text, _reply(self._tokenizer.encode(text), new_branch=again)
 
 
