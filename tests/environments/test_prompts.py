@@ -229,18 +229,19 @@ def test_a_reply_goes_on_behind_the_token_that_ended_the_turn(tmp_path, style):
     assert "3+3?" in text
 
 
-@pytest.mark.parametrize("history", ["all", "template"])
-def test_a_reply_that_the_template_leaves_out_is_refused(tmp_path, history):
+def test_a_reply_that_the_template_leaves_out_is_refused(tmp_path):
     tokenizer = chat_folder(tmp_path, "deepseek_r1")
     config = Config()
     config.environment.chat_template = "always"
     row = Prompts(config, tokenizer).render(Row("2+2?"))
     replies, tool = Replies(config, tokenizer), {"role": "tool", "content": "4"}
-    with pytest.raises(ValueError, match="does not write a tool message behind an answer$"):
-        if history == "all":
-            replies.encode(row, [tool], behind=tokenizer.eos_id)
-        else:
-            replies.render_again(row, [{"role": "assistant", "content": "?"}, tool], path=row.token_ids.tolist())
+    said = [{"role": "assistant", "content": "?"}, tool]
+    for encode in (
+        lambda: replies.encode(row, [tool], behind=tokenizer.eos_id),
+        lambda: replies.render_again(row, said, path=row.token_ids.tolist()),
+    ):
+        with pytest.raises(ValueError, match=r"does not write a tool message behind an answer$"):
+            encode()
 
 
 def test_a_reply_to_a_text_is_a_text(tmp_path):
