@@ -30,6 +30,7 @@ _RESERVED = {"conversations", "messages", "chat_template", "add_generation_promp
 _RESERVED |= {"return_assistant_tokens_mask", "strftime_now", "raise_exception"}
 _ANSWER = "answered"  # a text that no template writes after an answer
 _TURN = "answered 7f3a9c"  # a text that no template writes anywhere
+_WRITES_DATE = re.compile(r"""strftime_now\(\s*(['"])(.+?)\1""")
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -134,13 +135,13 @@ class ChatTemplate:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:
             raise ValueError(f"{self.file}: chat templates need transformers ({error})") from error
+        dates = self._dates()
         try:
             rendered: Any = render_jinja_template(  # its return annotation is outdated
                 conversations=[[dict(message) for message in messages]],
                 chat_template=self.text,
                 add_generation_prompt=generation_prompt,
                 return_assistant_tokens_mask=turns,
-                strftime_now=self._today,
                 **given,
             )
         # A template is a program: besides jinja's own errors it raises any error of its expressions.
@@ -151,12 +152,12 @@ class ChatTemplate:
                 f"{self.file}: the chat template fails{f' in line {line}' if line else ''}: {reason}"
             ) from error
         texts, marked = rendered
+        self.dated = self.dated or any(date in texts[0] for date in dates | self._dates())  # it may be midnight
         return texts[0], [(start, stop) for start, stop in marked[0]] if turns else []
 
-    def _today(self, form: str) -> str:
-        """Like the library's own `strftime_now`: the date for a template that gets none as an argument."""
-        self.dated = True
-        return datetime.now().strftime(form)
+    def _dates(self) -> set[str]:
+        """Today's date in the forms in which the template writes it if it gets none as an argument."""
+        return {datetime.now().strftime(form) for _, form in _WRITES_DATE.findall(self.text)}
 
 
 def read_chat_template(folder: str, arguments: Mapping[str, Any] | None = None) -> ChatTemplate | None:
