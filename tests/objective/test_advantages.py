@@ -38,7 +38,8 @@ def test_equal_the_formulas(normalization, filtered, seed):
         rewards, right, counted, normalization=normalization, filter_zero_variance=filtered
     )  # fmt: skip
     assert got.dtype == np.float64
-    np.testing.assert_allclose(got, reference.advantages(batch, normalization, filtered=filtered), rtol=1e-12)
+    expected = reference.advantages(batch, normalization, filtered=filtered)
+    np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-14)  # a reward near the mean leaves few digits
     assert survives.tolist() == [bool(reference.counted(group, filtered=filtered)) for group in batch]
 
 

@@ -63,6 +63,7 @@ ANSWERING = (UPDATING, PROBING, CANDIDATE, ACTIVE)
 
 # How gRPC's own message begins when it rejects an answer; the server sent something else.
 REJECTED_ANSWER = ("received metadata size exceeds", "CLIENT: ")
+STREAM_REMOVED = "Stream removed ("  # what newer gRPC puts before it
 
 Sample = tuple[Row, codec.Completion]
 
@@ -433,7 +434,7 @@ class ServerState:
         if code is grpc.StatusCode.INVALID_ARGUMENT:
             self.reject(f"server {self.address} cannot serve this run: {describe(error)}")
             return True
-        if (error.details() or "").startswith(REJECTED_ANSWER):
+        if (error.details() or "").removeprefix(STREAM_REMOVED).startswith(REJECTED_ANSWER):
             self.offend("answers with more than a message may hold", describe(error))
             return True
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
