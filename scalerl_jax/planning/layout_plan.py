@@ -293,7 +293,7 @@ def _attended(question: Question, note: str, of_row: float, *, block: int, parts
     the row, which may be split into parts; splash its segment in whole blocks, which begin and end inside others, and
     are never fewer than two; blocks of plain XLA those of the row, `of_row` keys a query, whatever its segments.
     """
-    if "splash" in note:
+    if note.startswith("attention: splash"):  # another one may say why it is not splash
         return min(of_row, block + max(question.workload.attended, block))
     if "packed rows" in note:
         decoder, whole = question.decoder, question.workload.attended

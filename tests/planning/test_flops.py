@@ -1,12 +1,14 @@
 """The formula of the hardware's FLOPs beside the compiler's count, where nothing is in a loop."""
 
 import dataclasses
+import types
 
 import pytest
 
 from scalerl_jax.learner.trainer import Layout
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.remat import BLOCK, NONE, REMATS
+from scalerl_jax.planning import layout_plan
 from scalerl_jax.planning.analytic import Flops, of_micro_batch, pairs
 from scalerl_jax.planning.workload import Workload
 from tests.support.models import toy_decoder
@@ -61,6 +63,16 @@ def test_pairs_are_whole_blocks_that_the_mask_leaves():
     assert pairs(1024, 300, "splash", 128) == kept * 128 * 128
     assert pairs(1024, 1024, "splash", 1024) == 1024**2
     assert pairs(1024, 300, "cudnn", 1) == sum(map(sum, allowed))
+
+
+def test_keys_of_a_query_are_those_of_its_segment_where_the_kernel_skips_others():
+    question = types.SimpleNamespace(workload=types.SimpleNamespace(attended=3000.0))
+    notes = {
+        "attention: splash on TPU v5, blocks of 1024 queries": 3000 + 1024,
+        "attention: blocks, in plain XLA; not splash: needs rows of a multiple of 128 tokens": 8704,
+    }
+    for note, keys in notes.items():
+        assert layout_plan._attended(question, note, 8704.0, block=1024, parts=1) == keys
 
 
 def test_of_llama_4_s_local_layers_what_is_outside_of_the_chunk_is_left_out():
