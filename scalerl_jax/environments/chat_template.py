@@ -44,6 +44,7 @@ class ChatTemplate:
         self.file = file
         self.dated = False  # whether any rendering so far contains today's date
         self.text = template
+        self._date_forms = {form for _, form in _WRITES_DATE.findall(template)}
         self.marks_turns = _MARKS_TURNS.search(template) is not None  # whether it marks the assistant's tokens
         self._check(arguments, "config.environment.template_arguments")
         self._arguments = {**tokens, **arguments}
@@ -157,7 +158,7 @@ class ChatTemplate:
 
     def _dates(self) -> set[str]:
         """Today's date in the forms in which the template writes it if it gets none as an argument."""
-        return {datetime.now().strftime(form) for _, form in _WRITES_DATE.findall(self.text)}
+        return {datetime.now().strftime(form) for form in self._date_forms}
 
 
 def read_chat_template(folder: str, arguments: Mapping[str, Any] | None = None) -> ChatTemplate | None:

@@ -10,6 +10,7 @@ from tests.model.attention_cases import HIGHEST, cotangent, inputs, plain, segme
 
 INTERPRETED = Backend("splash", interpret=True)
 IDS = np.stack([segments([110, 20, 100], 256), segments([1, 130, 5, 90], 256)])
+LONG = np.stack([segments(lengths, 640) for lengths in ([128, 200, 60, 150], [1, 639], [300], [50] * 12)])
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -25,23 +26,23 @@ def test_equals_the_plain_formula(kv_heads):
         np.testing.assert_allclose(mine, theirs, atol=2e-5)
 
 
-@pytest.mark.parametrize("part", [0, 1])
-def test_a_part_of_a_row_with_a_bound_on_segments(part):
-    """What a device of two along `context` computes."""
-    args = inputs(IDS, size=16)
-    here = slice(128 * part, 128 * part + 128)
+@pytest.mark.parametrize(
+    ("ids", "part", "longest", "block"),
+    [(IDS, 0, 130, 1024), (IDS, 1, 130, 1024), (LONG, 0, 640, 128), (LONG, 1, 640, 128), (LONG, 4, 640, 128)],
+)
+def test_a_part_of_a_row(monkeypatch, ids, part, longest, block):
+    """What a device of several along `context` computes: with a bound on segments, and with blocks that are skipped."""
+    monkeypatch.setattr(splash, "_BLOCK", block)
+    args, here = inputs(ids, size=16), slice(128 * part, 128 * part + 128)
     at = cotangent(args[0].shape)[:, here]
 
     def ours(q, k, v):
-        of_part = Segments(IDS[:, here], IDS, jnp.int32(128 * part), 130)
+        of_part = Segments(ids[:, here], ids, jnp.int32(128 * part), longest)
         return splash.attend(q[:, here], k, v, of_part, interpret=True)
 
-    wanted = value_and_gradients(lambda *a: plain(*a, IDS)[:, here], args, at)
+    wanted = value_and_gradients(lambda *a: plain(*a, ids)[:, here], args, at)
     for mine, theirs in zip(value_and_gradients(ours, args, at), wanted, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=2e-5)
-
-
-LONG = np.stack([segments(lengths, 640) for lengths in ([128, 200, 60, 150], [1, 639], [300], [50] * 12)])
 
 
 @pytest.mark.parametrize("longest", [640, 200])
@@ -63,21 +64,6 @@ def test_blocks_without_a_segment_in_common_are_skipped(monkeypatch, longest):
     for mine, theirs in zip(value_and_gradients(ours, (q, k, v), at), wanted, strict=True):
         assert np.isnan(mine[0, :128]).all()
         np.testing.assert_allclose(mine[0, 128:], theirs[0, 128:], atol=2e-5)
-
-
-@pytest.mark.parametrize("part", [0, 1, 4])
-def test_blocks_of_a_part_of_a_row_are_skipped(monkeypatch, part):
-    monkeypatch.setattr(splash, "_BLOCK", 128)
-    args, here = inputs(LONG, size=16), slice(128 * part, 128 * part + 128)
-    at = cotangent(args[0].shape)[:, here]
-
-    def ours(q, k, v):
-        of_part = Segments(LONG[:, here], LONG, jnp.int32(128 * part), 640)
-        return splash.attend(q[:, here], k, v, of_part, interpret=True)
-
-    wanted = value_and_gradients(lambda *a: plain(*a, LONG)[:, here], args, at)
-    for mine, theirs in zip(value_and_gradients(ours, args, at), wanted, strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=2e-5)
 
 
 def test_which_blocks_meet():
