@@ -6,11 +6,15 @@ Norms of differences, as shares of the norm on the CPU:
     BFLOAT16  operands rounded to 8 bits, products summed in float32, against float32 of the same rounded weights
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rollout_server.engines.jax import caches, live_attention
+from rollout_server.engines.jax.weights import decode_precision
 from scalerl_jax.learner.packing import Segment, plain
 from scalerl_jax.learner.trainer import Layout, Trainer
 from scalerl_jax.model import DecoderConfig, Precision, init_params
@@ -96,6 +100,32 @@ def test_kernels_are_the_cpus_blocks(device, sizes, wanted):
         off = relative(np.asarray(ours, np.float32) * real, np.asarray(theirs) * real)
         print(f"{line}: {name} {off:.1e}")
         assert off < BFLOAT16, name
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared prompts"])
+def test_attention_over_the_live_part_is_that_over_all(device, sizes, shared):
+    """Of a decode step. Positions that are not live may be anything."""
+    slots, heads, group, length, size = 64, 2, 4, 2048, 128
+    precision = decode_precision(Precision("bfloat16", "bfloat16"), device)
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), shape, "bfloat16")
+        for i, shape in enumerate([(slots, heads * group, size), *[(slots, heads, length, size)] * 2])
+    )
+    end = jnp.asarray(np.linspace(1, length - 1, slots), jnp.int32)  # new positions besides
+    prompt = None
+    if shared:
+        prompt = caches.Partial(*(jnp.ones((slots, heads, group, last), jnp.float32) for last in (1, 1, size)))
+    if device.platform == "tpu":
+        new = k[:, :, :4], v[:, :, :4]
+        run = jax.jit(functools.partial(caches._attend_held, first=None, prompt=prompt), static_argnames="live")
+        live, whole = (run(q, (k, v), new, end, jnp.int32(2), live=live) for live in (True, False))
+    elif live_attention.has_cudnn(v, precision):
+        dead = jnp.arange(length)[:, None] >= end[:, None, None, None]
+        live = jax.jit(caches.attend_first)(q, *(jnp.where(dead, 1e4, x) for x in (k, v)), end, prompt)
+        whole = jax.jit(functools.partial(caches.attend, keys_last=False, prompt=prompt))(q, k, v, end - 1)
+    else:
+        pytest.skip(f"{device.device_kind} reads caches whole")
+    assert relative(np.asarray(live, np.float32), np.asarray(whole, np.float32)) < BFLOAT16
 
 
 def make_trainer(device: jax.Device, decoder: DecoderConfig, precision: Precision, *, seq_len: int) -> Trainer:

@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 DENSE = toy_decoder(**SIZES)
 EXPERTS = toy_decoder(family="qwen3_moe", **{**SIZES, "experts": 8, "moe_intermediate_size": 256})
-SLOTS, CACHE, LONG_CACHE = 16, 512, 2048
+SLOTS, CACHE, LONG_CACHE = 64, 512, 2048
 BFLOAT16 = Precision("bfloat16", "bfloat16")
 
 # Case -> decoder, mesh, fields of the layout, fields of the objective, precision.
@@ -110,7 +110,7 @@ def of_update(case: str, devices: list[jax.Device]) -> Iterator[tuple[str, dict[
 
 def of_engine(device: jax.Device) -> Iterator[tuple[str, dict[str, Any]]]:
     on = jax.sharding.SingleDeviceSharding(device)
-    precision = decode_precision(BFLOAT16, device.platform)
+    precision = decode_precision(BFLOAT16, device)
 
     def there(tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=on), tree)

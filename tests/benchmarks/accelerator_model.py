@@ -28,6 +28,7 @@ class Work:
     slots: int
     prompt: int  # tokens
     sampled: int  # tokens of each completion
+    cache: int  # positions of long caches
 
     @property
     def positions(self) -> int:
@@ -38,11 +39,11 @@ LLAMA_1B = DecoderConfig(
     vocab_size=128_256, hidden_size=2048, layers=16, heads=32, kv_heads=8, head_dim=64, intermediate_size=8192,
     tied_embeddings=True, rope_theta=500_000.0, family="llama",
 )  # fmt: skip
-FULL = Work(LLAMA_1B, (4096, 3072, 2560, 2048, 1536, 1280, 1024, 768), 1024, 5, 64, 128, 512)
+FULL = Work(LLAMA_1B, (4096, 3072, 2560, 2048, 1536, 1280, 1024, 768), 1024, 5, 64, 128, 512, 8192)
 TINY = Work(
     DecoderConfig(vocab_size=320, hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate_size=128,
                   tied_embeddings=True, family="llama"),
-    (96, 64, 48, 32, 16), 64, 3, 8, 16, 24,
+    (96, 64, 48, 32, 16), 64, 3, 8, 16, 24, 64,
 )  # fmt: skip
 
 

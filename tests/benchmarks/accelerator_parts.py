@@ -2,6 +2,8 @@
 
 import asyncio
 import collections
+import dataclasses
+import functools
 import glob
 import gzip
 import json
@@ -13,10 +15,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rollout_server.engines.engine import EngineOptions
+from rollout_server.engines.jax import decode
 from rollout_server.engines.jax.engine import JaxEngine
+from rollout_server.engines.jax.weights import DecodePrecision, DecodeWeights, abstract_weights, decode_precision
 from scalerl_jax.config import PHRASE, OptimizerConfig
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Sampling
 from scalerl_jax.environments.tokenizer import make_tokenizer
@@ -224,6 +229,41 @@ def engine(work: Work) -> dict[str, Any]:
         measured["least_step_milliseconds"] = 1e3 * least.seconds / options.decode_chunk
         measured["step_places"] = [(one.scope, 1e3 * one.seconds / options.decode_chunk) for one in least.places()]
     return {**found, **measured, "peak_gib": peak_memory()}
+
+
+def long_caches(work: Work) -> dict[str, Any]:
+    """A decode step at long caches, a half of which is live in the mean: only that read, where it can be, and all."""
+    precision = Precision("bfloat16", "bfloat16")
+    on = decode_precision(precision, jax.devices()[0])
+    like = abstract_weights(work.decoder, precision)
+    weights = jax.tree.map(lambda x: 0.02 * jax.random.normal(jax.random.key(0), x.shape, x.dtype), like)
+    return {
+        **device(),
+        "slots": work.slots,
+        "positions": work.cache,
+        "live_step_milliseconds": _step_milliseconds(work, weights, on),
+        "whole_step_milliseconds": _step_milliseconds(work, weights, dataclasses.replace(on, capability=(0,))),
+        "peak_gib": peak_memory(),
+    }
+
+
+def _step_milliseconds(work: Work, weights: DecodeWeights, precision: DecodePrecision, *, steps: int = 8) -> float:
+    state = decode.empty_state(work.decoder, precision, slots=work.slots, length=work.cache)
+    spread = np.linspace(work.cache // 4, 3 * work.cache // 4, work.slots)
+    state = dataclasses.replace(
+        state, position=jnp.asarray(spread, jnp.int32), live=~state.live, phase=state.phase + decode.ANSWER,
+        left=state.left + work.cache,
+    )  # fmt: skip
+    chunk = functools.partial(
+        decode.decode_chunk, config=work.decoder, precision=precision, steps=steps, maximum=work.cache, width=work.slots
+    )
+
+    def run() -> None:
+        nonlocal state
+        state, output = chunk(weights, state)
+        jax.block_until_ready(output.tokens)
+
+    return float(1e3 * timed(run, work.repeats)["seconds"] / steps)
 
 
 async def _measure(served: JaxEngine, work: Work) -> dict[str, Any]:

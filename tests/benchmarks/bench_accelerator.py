@@ -11,6 +11,7 @@ leaves the others:
   torch update  the same step by transformers' Llama in eager PyTorch (accelerator_peer.py says how), recomputing too
   engine        64 slots, each 512 tokens after a prompt of 128; prefill apart
   torch generate  transformers.generate, 64 sequences of the same lengths
+  long caches   a decode step of 64 slots at caches of 8,192, of which a half is live: that read, and all of them
   weights       a version after an update: what changed, and all of it
   update, products saved, traced  the kernels of one update, the longest first, and for how long the device had none
   update, traced  the same of blocks that are recomputed
@@ -50,6 +51,7 @@ PARTS = {
     "torch_update": ("accelerator_peer", "update"),
     "engine": ("accelerator_parts", "engine"),
     "torch_generate": ("accelerator_peer", "generate"),
+    "long_caches": ("accelerator_parts", "long_caches"),
     "weights": ("accelerator_parts", "weights"),
     "update_products_saved_traced": ("accelerator_parts", "update_products_saved_traced"),
     "update_traced": ("accelerator_parts", "update_traced"),
@@ -137,6 +139,11 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
                 f"{part}: {share:.2%} changed: {found['delta_bytes'] / 2**20:.1f} MiB, found in "
                 f"{found['compare_seconds']:.3f} s, encoded after {found['delta_seconds']:.2f} s; dense "
                 f"{found['dense_bytes'] / 2**20:,.0f} MiB in {found['dense_seconds']:.2f} s"
+            )
+        if "live_step_milliseconds" in found:
+            lines.append(
+                f"{part}: a step of {found['slots']} slots, half of {found['positions']:,} positions live, "
+                f"{found['live_step_milliseconds']:.2f} ms, all read {found['whole_step_milliseconds']:.2f} ms"
             )
         if found.get("kernels"):  # none on a CPU
             lines.append(

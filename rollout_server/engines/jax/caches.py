@@ -4,7 +4,7 @@ and copies of them, the prefixes kept for the next turn of a session.
 On a TPU a step does not write into the caches: a scatter needs another memory layout than the products that read them,
 and XLA would keep all caches twice. So the steps of a chunk write into small arrays, at the same position for every
 slot, and read from them too; these are merged into the caches when the chunk ends (`Held`, `merged`).
-On a TPU keys have the layout of values, [B, K, S, h]; elsewhere [B, K, h, S], so that a step's product need not
+On accelerators keys have the layout of values, [B, K, S, h]; on CPUs [B, K, h, S], so that a step's product need not
 transpose them.
 
 Legend: B slots, S positions, N steps of a chunk, C tokens, K key/value heads, G query heads that share one, H = K G,
@@ -24,6 +24,7 @@ import numpy as np
 from rollout_server.engines.jax import live_attention
 from rollout_server.engines.jax.weights import DecodePrecision
 from rollout_server.engines.sequence import Sequence
+from scalerl_jax.model.attention import cudnn
 from scalerl_jax.model.attention.blocks import MASKED
 from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.decoder_config import DecoderConfig
@@ -57,22 +58,39 @@ def attend(
     v: jax.Array,
     position: jax.Array,
     *,
+    keys_last: bool,
     first: jax.Array | None = None,
     prompt: Partial | None = None,
 ) -> jax.Array:
-    """q [B, H, h] over k [B, K, h, S] and v [B, K, S, h], over positions first..position [B] only -> [B, H, h].
+    """q [B, H, h] over v [B, K, S, h] and k, likewise or [B, K, h, S], over positions first..position [B] only ->
+    [B, H, h].
 
-    first defaults to 0. prompt: attention over positions that are not in k and v.
+    keys_last: whether positions are the last dimension of keys. first defaults to 0. prompt: attention over positions
+    that are not in k and v.
     """
     slots, heads, size = q.shape
     kv_heads, length = v.shape[1:3]
     grouped = q.reshape(slots, kv_heads, heads // kv_heads, size).astype(k.dtype)
     dot: Any = {"precision": Precision(str(k.dtype)).dot, "preferred_element_type": jnp.float32}
-    scores = jnp.einsum("bkgh,bkhs->bkgs", grouped, k, **dot) * (1 / math.sqrt(size))
+    product = "bkgh,bkhs->bkgs" if keys_last else "bkgh,bksh->bkgs"
+    scores = jnp.einsum(product, grouped, k, **dot) * (1 / math.sqrt(size))
     seen = jnp.arange(length) <= position[:, None]
     if first is not None:
         seen &= jnp.arange(length) >= first[:, None]
     mixed = _mixed([jnp.where(seen[:, None, None, :], scores, MASKED)], [v], [prompt], dot)
+    return mixed.reshape(slots, heads, size).astype(q.dtype)
+
+
+def attend_first(
+    q: jax.Array, k: jax.Array, v: jax.Array, count: jax.Array, prompt: Partial | None
+) -> jax.Array:  # fmt: skip
+    """As `attend`, over the first `count` [B] positions, at least 1, by cuDNN, which reads no others; keys not last."""
+    slots, heads, size = q.shape
+    grouped = q.reshape(slots, v.shape[1], -1, size).astype(k.dtype)
+    mixed, total = cudnn.attend_prefixes(grouped, k, v, jnp.minimum(count, v.shape[2]))
+    if prompt is not None:
+        own = Partial(total[..., None], jnp.ones_like(total[..., None]), mixed.astype(jnp.float32))
+        mixed = _mixed([], [], [own, prompt], {})
     return mixed.reshape(slots, heads, size).astype(q.dtype)
 
 

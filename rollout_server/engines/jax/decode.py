@@ -22,9 +22,9 @@ Thinking and answer (phases of a slot):
 A stop token sampled in any phase ends the slot with STOP, a full cache with LENGTH.
 
 Layers are unrolled in Python with one cache array each: in a scanned layer the cache would be copied. A step reads the
-whole cache (of long ones on a TPU only the live part: live_attention.py), so the host keeps the cache as short as the
-longest slot allows, in a few compiled sizes, and fits it between chunks: cutting a part out of a longer one would cost
-a copy per chunk.
+whole cache (of long ones on accelerators only the live part: live_attention.py), so the host keeps the cache as short
+as the longest slot allows, in a few compiled sizes, and fits it between chunks: cutting a part out of a longer one
+would cost a copy per chunk.
 
 Legend: B slots, W of them in a chunk, S positions, N steps, K key/value heads, G query heads that share one, H = K G,
 h head size, V vocabulary, P prompt positions (padded), F, E, T longest phrase, end of thinking and list of
@@ -42,6 +42,7 @@ import numpy as np
 
 from rollout_server.engines.engine import LONGEST_END, LONGEST_PHRASE, MOST_STOPS
 from rollout_server.engines.jax import caches as caches_lib
+from rollout_server.engines.jax import live_attention
 from rollout_server.engines.jax import prompts as shared
 from rollout_server.engines.jax.caches import Caches, Held
 from rollout_server.engines.jax.prompts import NO_SEAT, Prompts, Readers
@@ -367,7 +368,7 @@ def decode_chunk(
     if prompts is not None:
         readers = shared.readers(prompts, state.seat, state.live, shared.seats(precision))
     held = None
-    if not precision.keys_last:
+    if precision.kept_apart:
         held = Held(state.keys, state.values, state.position - (0 if readers is None else readers.known))
         keys, values = (caches_lib.nothing_new(caches, steps) for caches in (state.keys, state.values))
         state = dataclasses.replace(state, keys=keys, values=values)
@@ -446,14 +447,17 @@ def _feed(
             return caches_lib.attend_held(q, caches, (keys[-1], values[-1]), held.start, number, **rest)
         # A slot that is not live may be at any position, even past the cache's end: then nothing is written.
         write: Any = {"mode": "drop", "unique_indices": True}
-        key = key.at[slots, :, :, position].set(k.astype(key.dtype), **write)
+        key_at = key.at[slots, :, :, position] if precision.keys_last else key.at[slots, :, position]
+        key = key_at.set(k.astype(key.dtype), **write)
         value = value.at[slots, :, position].set(v.astype(value.dtype), **write)
         keys.append(key)
         values.append(value)
         if precision.bitwise:
             of_slots = attend_slots_on_cpu if precision.on_cpu else attend_slots
             return of_slots(q, key, value, position, precision.dot)
-        return caches_lib.attend(q, key, value, position, **rest)
+        if first is None and live_attention.has_cudnn(value, precision):
+            return caches_lib.attend_first(q, key, value, jnp.where(state.live, position + 1, 1), prompt)
+        return caches_lib.attend(q, key, value, position, keys_last=precision.keys_last, **rest)
 
     x, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
     x = final_norm(x, weights["final_norm"], config, precision, lead=1)

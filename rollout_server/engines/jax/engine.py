@@ -237,7 +237,7 @@ class JaxEngine(QueuedEngine):
             if options.head_precision == "bfloat16":
                 raise ValueError("--head_precision=bfloat16: not with --numerics=bitwise")
             info = dataclasses.replace(info, numerics=row_blocks.fingerprint())
-        computing = decode_precision(self._precision, jax.local_devices()[0].platform)
+        computing = decode_precision(self._precision, jax.local_devices()[0])
         like = abstract_weights(config, self._precision)
         estimate = of_model(options, config, computing, like)
         device, host, process = available_memory()

@@ -1,9 +1,10 @@
-"""Attention of one query of each slot over the positions that the slot has, for TPUs: a Pallas kernel.
+"""Attention of one query of each slot over the positions that the slot has: on GPUs cuDNN's, on TPUs a Pallas kernel.
 
-XLA's products read the caches to the end, and a cache is as long as its longest slot. Here a step of the grid is one
-tile of positions of one slot, and there are no steps for tiles past a slot's end, or before the first position that a
-layer with local attention sees: what is read is the live part, up to a tile a slot. As in flash attention
-(arXiv 2205.14135), a slot's tiles are added up with a running maximum and sum.
+XLA's products read the caches to the end, and a cache is as long as its longest slot. cuDNN's kernel takes the
+length of each slot's part. In the one for TPUs a step of the grid is one tile of positions of one slot, and there are
+no steps for tiles past a slot's end, or before the first position that a layer with local attention sees: what is read
+is the live part, up to a tile a slot. As in flash attention (arXiv 2205.14135), a slot's tiles are added up with a
+running maximum and sum.
 
 Legend: B slots, S positions, T positions of a tile, K key/value heads, G query heads that share one, h head size.
 """
@@ -15,12 +16,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rollout_server.engines.jax.weights import DecodePrecision
+from scalerl_jax.model.attention import cudnn
 from scalerl_jax.model.attention.blocks import MASKED
 
+LONG_CACHE = 2048  # positions; shorter caches have little that is not live
 LONGEST_TILE, SHORTEST_TILE = 512, 256
 _LANES = 128
 _TILE_BYTES = 2**21  # of keys; a step has those, as many of values, and the next step's on their way
+# cuDNN reads each key head of a slot with one of the 108 to 148 multiprocessors of a large GPU: with fewer most of the
+# memory's rate is lost, which XLA's products use whatever the shape is.
+_FEWEST_PARTS = 128
 _Scalars = Any  # references to what the steps of the grid look up
+
+
+def has_cudnn(cache: jax.Array, precision: DecodePrecision) -> bool:
+    """Whether cuDNN reads the live part of a cache [B, K, S, h] on this GPU."""
+    slots, heads, length, size = cache.shape
+    fits = size % 8 == 0 and size <= cudnn.largest_head(precision.capability) and cache.dtype == "bfloat16"
+    many = length >= LONG_CACHE and slots * heads >= _FEWEST_PARTS
+    return fits and many and not precision.bitwise and cudnn.has_packed_call()
 
 
 def tile_of(cache: jax.Array) -> int:

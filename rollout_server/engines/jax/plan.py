@@ -30,7 +30,7 @@ def plan(machine: machines.Machine, config: DecoderConfig, options: EngineOption
     no such machine."""
     device = compiled.devices_of(machine)[0]
     precision = precision_of(options)
-    computing = decode_precision(precision, device.platform)
+    computing = decode_precision(precision, device)
     on = jax.sharding.SingleDeviceSharding(device)
     weights = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), abstract_weights(config, precision)

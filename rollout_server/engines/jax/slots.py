@@ -42,7 +42,6 @@ EXTENSIONS = 32, 128  # tokens fed at once after a prefix; more are fed in sever
 SMALLEST_CACHE = 64
 SHORT_CACHE = 512  # up to this length, where models are small and compile quickly, there are sizes in between
 ALIGNMENT = 32  # of the cache: odd lengths cost more than they save
-LONG_CACHE = 2048  # from this length on, a cache on a TPU has whole tiles, of which only the live ones are read
 PATIENCE = 4  # chunks before a cache that is too long is cut, since each change copies it
 
 _REASONS = {decode.STOP: "stop", decode.LENGTH: "length"}
@@ -81,8 +80,8 @@ class SlotPool:
         self._steps, self._maximum = steps, maximum
         self._of_every_prefill: Any = {"config": config, "precision": precision, "experts": router_replay}
         self._of_every_chunk: Any = {**self._of_every_prefill, "steps": steps, "maximum": maximum}
-        long = maximum >= LONG_CACHE and not precision.keys_last
-        alignment = live_attention.LONGEST_TILE if long else ALIGNMENT
+        in_tiles = precision.kept_apart and maximum >= live_attention.LONG_CACHE
+        alignment = live_attention.LONGEST_TILE if in_tiles else ALIGNMENT
         longest = -(-maximum // alignment) * alignment
         smallest = max(SMALLEST_CACHE, alignment, longest // 16) // alignment * alignment
         self._prefill_buckets = buckets(SMALLEST_PREFILL, longest)

@@ -36,6 +36,7 @@ import numpy as np
 
 from scalerl_jax.contract.weight_delta import Change
 from scalerl_jax.model import row_blocks
+from scalerl_jax.model.attention.cudnn import capability_of
 from scalerl_jax.model.decoder import Layer, Params, Precision, RowLayer, param_tree
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.families.dense import WeightRow
@@ -52,6 +53,7 @@ class DecodePrecision(Precision):
     """Precision plus the platform that the programs are compiled for, which this process need not have."""
 
     platform: str = "cpu"  # as of jax.Device
+    capability: tuple[int, ...] = (0,)  # the compute capability of an NVIDIA GPU
 
     @property
     def on_cpu(self) -> bool:
@@ -60,7 +62,12 @@ class DecodePrecision(Precision):
     @property
     def keys_last(self) -> bool:
         """Whether positions are the last dimension of cached keys, rather than the second to last as in values."""
-        return self.platform != "tpu" or self.bitwise
+        return self.on_cpu or self.bitwise
+
+    @property
+    def kept_apart(self) -> bool:
+        """Whether the keys and values of a chunk are kept apart from the caches until the chunk ends."""
+        return self.platform == "tpu" and not self.bitwise
 
     @property
     def cache(self) -> str:
@@ -71,9 +78,11 @@ class DecodePrecision(Precision):
         return "float32" if self.on_cpu else self.compute
 
 
-def decode_precision(precision: Precision, platform: str) -> DecodePrecision:
-    """The precision to compute with on decode weights, which are already rounded to the sync dtype."""
-    return DecodePrecision(precision.compute, "float32", precision.head, precision.numerics, platform=platform)
+def decode_precision(precision: Precision, device: jax.Device | str) -> DecodePrecision:
+    """The precision to compute with on decode weights, which are already rounded to the sync dtype. device: one, or a
+    platform's name."""
+    platform, capability = (device, (0,)) if isinstance(device, str) else (device.platform, capability_of(device))
+    return DecodePrecision(precision.compute, "float32", precision.head, precision.numerics, platform, capability)
 
 
 def decode_weights(

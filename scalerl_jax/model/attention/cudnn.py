@@ -7,11 +7,14 @@ backward pass still visits every position, and it keeps the softmax's sums as [r
 
 `attend_masked` is the public call, with a mask of [length, keys] per row: for older GPUs, other versions of jax, and
 rows that are sharded along `context`.
+
+`attend_prefixes` is for decoding: a few queries a row over the row's first positions, and none is read after them.
 """
 
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +50,28 @@ def attend_masked(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) 
     return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], is_causal=whole, implementation="cudnn")
 
 
+def attend_prefixes(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [B, K, G, h] over the first `lengths` [B] int32, at least 1, positions of k and v [B, K, S, h],
+    and the logarithm of the sum of exp(score), [B, K, G] float32. Through the private call."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    return cudnn.dot_product_attention(
+        q, k, v, None, None, jnp.full(len(lengths), q.shape[2], jnp.int32), lengths,
+        scale=1 / math.sqrt(q.shape[-1]), mask_type=cudnn.MaskType.PADDING, qkv_layout="BNTH", return_residual=True,
+    )  # fmt: skip
+
+
+def capability_of(device: jax.Device) -> tuple[int, ...]:
+    """The compute capability of an NVIDIA GPU; (0,) for any other device."""
+    found = str(getattr(device, "compute_capability", ""))
+    return tuple(map(int, found.split("."))) if re.fullmatch(r"\d+\.\d+", found) else (0,)
+
+
+def largest_head(capability: tuple[int, ...]) -> int:
+    """The size of the largest heads, which must be multiples of 8; 0: no such GPU, and cuDNN cannot be used."""
+    return 0 if capability < (8, 0) else 128 if capability < (9, 0) else 256
+
+
 def segments_of(segment_ids: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
     """[rows, length] -> starts [rows, most + 1] and lengths [rows, most] int32, -1 for absent segments. Padding, id 0,
     is no segment."""
@@ -61,7 +86,7 @@ def segments_of(segment_ids: jax.Array, most: int) -> tuple[jax.Array, jax.Array
 
 
 def has_packed_call() -> bool:
-    """Whether `_flash` was checked with this version of jax."""
+    """Whether the private calls were checked with this version of jax."""
     first, end = FLASH_VERSIONS
     return first <= jax.__version_info__[:3] < end
 

@@ -12,7 +12,6 @@ The backend is chosen once, at the start, by the platform and the shapes:
 """
 
 import dataclasses
-import re
 
 import jax
 from jax.sharding import Mesh
@@ -104,11 +103,11 @@ def _splash(device: jax.Device, shapes: Shapes, *, any_size: bool) -> tuple[Back
 
 
 def _cudnn(device: jax.Device, shapes: Shapes, *, any_size: bool) -> tuple[Backend, str]:
-    capability = _compute_capability(device)
-    if capability < (8, 0):
+    capability = cudnn.capability_of(device)
+    most = cudnn.largest_head(capability)
+    if not most:
         raise CannotHere(f"needs an NVIDIA GPU from Ampere on, and this is {device.device_kind} ({device.platform})")
     _only_bfloat16(shapes)
-    most = 256 if capability >= (9, 0) else 128
     if shapes.head_dim % 8 or shapes.head_dim > most:
         raise CannotHere(f"needs heads of a multiple of 8 up to {most}, and they are of {shapes.head_dim}")
     lacks = []
@@ -131,12 +130,6 @@ def _cudnn(device: jax.Device, shapes: Shapes, *, any_size: bool) -> tuple[Backe
 def _only_bfloat16(shapes: Shapes) -> None:
     if shapes.compute_dtype != "bfloat16":
         raise CannotHere(f"needs config.model.compute_dtype=bfloat16, and it is {shapes.compute_dtype}")
-
-
-def _compute_capability(device: jax.Device) -> tuple[int, ...]:
-    """The compute capability of an NVIDIA GPU; (0,) for any other device."""
-    found = str(getattr(device, "compute_capability", ""))
-    return tuple(map(int, found.split("."))) if re.fullmatch(r"\d+\.\d+", found) else (0,)
 
 
 def packed_attention(

@@ -1,5 +1,5 @@
-"""The TPU's kernel for attention over the live part of a cache, interpreted. About 6 CPU seconds, half of
-them in `make test`."""
+"""Attention over the live part of a cache: the TPU's kernel, interpreted, and what goes into cuDNN's and comes out of
+it, with the formula in its place. About 7 CPU seconds, half of them in `make test`."""
 
 import functools
 from typing import Any
@@ -11,7 +11,8 @@ import pytest
 
 from rollout_server.engines.jax import caches, live_attention
 from rollout_server.engines.jax.slots import SlotPool
-from rollout_server.engines.jax.weights import decode_precision
+from rollout_server.engines.jax.weights import DecodePrecision, decode_precision
+from scalerl_jax.model.attention import cudnn
 from scalerl_jax.model.decoder import Precision
 from tests.support.models import toy_decoder
 
@@ -63,6 +64,51 @@ def test_tiles_that_no_slot_has_are_not_read() -> None:
     ]
     for one, other in zip(*parts, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def formula(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Stands for cudnn.attend_prefixes."""
+    assert lengths.dtype == jnp.int32 and int(lengths.min()) >= 1 and int(lengths.max()) <= k.shape[2]
+    scores = jnp.einsum("bkgh,bksh->bkgs", q, k) / np.sqrt(q.shape[-1])
+    scores = jnp.where(jnp.arange(k.shape[2]) < lengths[:, None, None, None], scores, -jnp.inf)
+    return jnp.einsum("bkgs,bksh->bkgh", jax.nn.softmax(scores), v), jax.nn.logsumexp(scores, axis=-1)
+
+
+def test_cudnn_is_given_the_live_part_and_merged_with_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "attend_prefixes", formula)
+    slots, heads, group, length, size = 4, 2, 3, 32, 8
+    q, k, v = arrays((slots, heads * group, size), *[(slots, heads, length, size)] * 2, dtype="float32")
+    top, total, mixed = arrays(*[(slots, heads, group, 1)] * 2, (slots, heads, group, size), dtype="float32")
+    count = jnp.asarray([1, 7, 32, 40], jnp.int32)  # a slot that is not live may be past the end
+    for prompt in (None, caches.Partial(top, jnp.abs(total), mixed)):
+        live = caches.attend_first(q, k, v, count, prompt)
+        np.testing.assert_allclose(
+            live, caches.attend(q, k, v, count - 1, keys_last=False, prompt=prompt), atol=2e-6, rtol=0
+        )
+
+
+HOPPER, AMPERE = (9, 0), (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "capability", "numerics", "wanted"),
+    [
+        ((16, 8, 2048, 128), "bfloat16", HOPPER, "fast", True),
+        ((16, 8, 2048, 256), "bfloat16", HOPPER, "fast", True),
+        ((16, 8, 2048, 256), "bfloat16", AMPERE, "fast", False),
+        ((16, 8, 2048, 100), "bfloat16", HOPPER, "fast", False),
+        ((8, 8, 2048, 128), "bfloat16", HOPPER, "fast", False),  # too few to keep a GPU's memory busy
+        ((16, 8, 1024, 128), "bfloat16", HOPPER, "fast", False),
+        ((16, 8, 2048, 128), "float32", HOPPER, "fast", False),
+        ((16, 8, 2048, 128), "bfloat16", (7, 5), "fast", False),
+        ((16, 8, 2048, 128), "bfloat16", HOPPER, "bitwise", False),
+    ],
+)
+def test_caches_of_which_cudnn_reads_the_live_part(
+    shape: tuple[int, ...], dtype: str, capability: tuple[int, ...], numerics: str, wanted: bool
+) -> None:
+    precision = DecodePrecision("bfloat16", numerics=numerics, platform="gpu", capability=capability)
+    assert live_attention.has_cudnn(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), precision) == wanted
 
 
 @pytest.mark.parametrize(
