@@ -6,6 +6,7 @@ Norms of differences, as shares of the norm on the CPU:
     BFLOAT16  operands rounded to 8 bits, products summed in float32, against float32 of the same rounded weights
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -121,8 +122,11 @@ def test_attention_over_the_live_part_is_that_over_all(device, sizes, shared):
         live, whole = (run(q, (k, v), new, end, jnp.int32(2), live=live) for live in (True, False))
     elif live_attention.has_cudnn(v, precision):
         dead = jnp.arange(length)[:, None] >= end[:, None, None, None]
-        live = jax.jit(caches.attend_first)(q, *(jnp.where(dead, 1e4, x) for x in (k, v)), end, prompt)
-        whole = jax.jit(functools.partial(caches.attend, keys_last=False, prompt=prompt))(q, k, v, end - 1)
+        given = q, *(jnp.where(dead, 1e4, x) for x in (k, v)), end - 1
+        live, whole = (
+            jax.jit(functools.partial(caches.attend, live=end > 0, precision=how, prompt=prompt))(*given)
+            for how in (precision, dataclasses.replace(precision, capability=(0,)))
+        )
     else:
         pytest.skip(f"{device.device_kind} reads caches whole")
     assert relative(np.asarray(live, np.float32), np.asarray(whole, np.float32)) < BFLOAT16

@@ -58,39 +58,33 @@ def attend(
     v: jax.Array,
     position: jax.Array,
     *,
-    keys_last: bool,
+    live: jax.Array,
+    precision: DecodePrecision,
     first: jax.Array | None = None,
     prompt: Partial | None = None,
 ) -> jax.Array:
-    """q [B, H, h] over v [B, K, S, h] and k, likewise or [B, K, h, S], over positions first..position [B] only ->
-    [B, H, h].
+    """q [B, H, h] over v [B, K, S, h] and k, likewise or with precision.keys_last [B, K, h, S], over positions
+    first..position [B] only -> [B, H, h].
 
-    keys_last: whether positions are the last dimension of keys. first defaults to 0. prompt: attention over positions
-    that are not in k and v.
+    live [B] bool: the others' results mean nothing, and their positions may be past the end. first defaults to 0.
+    prompt: attention over positions that are not in k and v.
     """
     slots, heads, size = q.shape
     kv_heads, length = v.shape[1:3]
     grouped = q.reshape(slots, kv_heads, heads // kv_heads, size).astype(k.dtype)
     dot: Any = {"precision": Precision(str(k.dtype)).dot, "preferred_element_type": jnp.float32}
-    product = "bkgh,bkhs->bkgs" if keys_last else "bkgh,bksh->bkgs"
+    if first is None and live_attention.has_cudnn(v, precision):
+        mixed, total = cudnn.attend_prefixes(grouped, k, v, jnp.where(live, position + 1, 1))
+        if prompt is not None:
+            own = Partial(total[..., None], jnp.ones_like(total[..., None]), mixed.astype(jnp.float32))
+            mixed = _mixed([], [], [own, prompt], dot)
+        return mixed.reshape(slots, heads, size).astype(q.dtype)
+    product = "bkgh,bkhs->bkgs" if precision.keys_last else "bkgh,bksh->bkgs"
     scores = jnp.einsum(product, grouped, k, **dot) * (1 / math.sqrt(size))
     seen = jnp.arange(length) <= position[:, None]
     if first is not None:
         seen &= jnp.arange(length) >= first[:, None]
     mixed = _mixed([jnp.where(seen[:, None, None, :], scores, MASKED)], [v], [prompt], dot)
-    return mixed.reshape(slots, heads, size).astype(q.dtype)
-
-
-def attend_first(
-    q: jax.Array, k: jax.Array, v: jax.Array, count: jax.Array, prompt: Partial | None
-) -> jax.Array:  # fmt: skip
-    """As `attend`, over the first `count` [B] positions, at least 1, by cuDNN, which reads no others; keys not last."""
-    slots, heads, size = q.shape
-    grouped = q.reshape(slots, v.shape[1], -1, size).astype(k.dtype)
-    mixed, total = cudnn.attend_prefixes(grouped, k, v, jnp.minimum(count, v.shape[2]))
-    if prompt is not None:
-        own = Partial(total[..., None], jnp.ones_like(total[..., None]), mixed.astype(jnp.float32))
-        mixed = _mixed([], [], [own, prompt], {})
     return mixed.reshape(slots, heads, size).astype(q.dtype)
 
 

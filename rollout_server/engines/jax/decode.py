@@ -42,7 +42,6 @@ import numpy as np
 
 from rollout_server.engines.engine import LONGEST_END, LONGEST_PHRASE, MOST_STOPS
 from rollout_server.engines.jax import caches as caches_lib
-from rollout_server.engines.jax import live_attention
 from rollout_server.engines.jax import prompts as shared
 from rollout_server.engines.jax.caches import Caches, Held
 from rollout_server.engines.jax.prompts import NO_SEAT, Prompts, Readers
@@ -85,7 +84,7 @@ class DecodeSettings:
 class State:
     """The state of all slots."""
 
-    keys: Caches  # [B, K, h, S] each, on a TPU in the layout of values; rotated
+    keys: Caches  # [B, K, h, S] each, on accelerators in the layout of values; rotated
     values: Caches  # [B, K, S, h] each
     seat: jax.Array  # [B] int32: which shared prompt it reads; NO_SEAT: its prompt is in keys and values
     token: jax.Array  # [B] int32: fed next
@@ -455,9 +454,7 @@ def _feed(
         if precision.bitwise:
             of_slots = attend_slots_on_cpu if precision.on_cpu else attend_slots
             return of_slots(q, key, value, position, precision.dot)
-        if first is None and live_attention.has_cudnn(value, precision):
-            return caches_lib.attend_first(q, key, value, jnp.where(state.live, position + 1, 1), prompt)
-        return caches_lib.attend(q, key, value, position, keys_last=precision.keys_last, **rest)
+        return caches_lib.attend(q, key, value, position, live=state.live, precision=precision, **rest)
 
     x, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
     x = final_norm(x, weights["final_norm"], config, precision, lead=1)

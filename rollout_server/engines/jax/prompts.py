@@ -34,7 +34,7 @@ SHORTEST = 128  # positions: sharing fewer saves nothing
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    keys: Caches  # [N, K, h, P] each, on a TPU [N, K, P, h]
+    keys: Caches  # [N, K, h, P] each, on accelerators [N, K, P, h]
     values: Caches  # [N, K, P, h] each
     known: jax.Array  # [N] int32: number of valid positions
 

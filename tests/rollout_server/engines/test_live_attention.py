@@ -79,12 +79,14 @@ def test_cudnn_is_given_the_live_part_and_merged_with_the_prompts(monkeypatch: p
     slots, heads, group, length, size = 4, 2, 3, 32, 8
     q, k, v = arrays((slots, heads * group, size), *[(slots, heads, length, size)] * 2, dtype="float32")
     top, total, mixed = arrays(*[(slots, heads, group, 1)] * 2, (slots, heads, group, size), dtype="float32")
-    count = jnp.asarray([1, 7, 32, 40], jnp.int32)  # a slot that is not live may be past the end
+    position, live = jnp.asarray([0, 7, 31, 40], jnp.int32), jnp.asarray([True, True, True, False])
+    precision = DecodePrecision(platform="gpu")
     for prompt in (None, caches.Partial(top, jnp.abs(total), mixed)):
-        live = caches.attend_first(q, k, v, count, prompt)
-        np.testing.assert_allclose(
-            live, caches.attend(q, k, v, count - 1, keys_last=False, prompt=prompt), atol=2e-6, rtol=0
-        )
+        found = []
+        for has in (True, False):
+            monkeypatch.setattr(live_attention, "has_cudnn", lambda *_, has=has: has)
+            found.append(caches.attend(q, k, v, position, live=live, precision=precision, prompt=prompt)[:3])
+        np.testing.assert_allclose(*found, atol=2e-6, rtol=0)
 
 
 HOPPER, AMPERE = (9, 0), (8, 0)
