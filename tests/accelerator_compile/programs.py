@@ -78,7 +78,7 @@ def facts(program: Any, mesh: dict[str, int] | None = None) -> dict[str, Any]:
         "received": received(text, mesh) if mesh else {},
         "temporaries": memory.temp_size_in_bytes,
         "peak": memory.peak_memory_in_bytes,
-        "attention": sorted(set(re.findall(r"fmha\w*|splash_mha_(?:fwd|dq|dkv)|live_attention", text))),
+        "attention": sorted(set(re.findall(r"fmhaSoftmax\w*|splash_mha_(?:fwd|dq|dkv)|live_attention", text))),
     }
 
 
