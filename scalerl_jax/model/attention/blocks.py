@@ -11,7 +11,8 @@ probabilities P from them, and needs no other pass over the scores than
 
     dV = P' dO      dS = P * (dO V' - rowsum(dO * O)) / sqrt(h)      dQ = dS K      dK = dS' Q
 
-Products have operands in the given dtype and accumulate in float32; everything between them is float32.
+Products have operands in the given dtype, or with precision HIGHEST in float32, and accumulate in float32; everything
+between them is float32.
 
 Legend: R rows, L queries, S keys, K key/value heads, G query heads that share one, h head size, B queries of a block,
 W keys that a block sees or that a span has.
@@ -33,7 +34,7 @@ BLOCK = 128
 _SHORT_BLOCK = 64  # wastes less on short segments, and costs more operations on long ones
 _SHORT_SEGMENT = 256
 MOST_UNROLLED = 8  # blocks: compile time grows with them
-_LOOP_BLOCK, LOOP_SPAN = 256, 512
+_LOOP_BLOCK, LOOP_SPAN = 256, 256
 _MOST_SCORES = 2**28  # at once, if all blocks are one product: 1 GiB; the backward pass has three such arrays
 
 
@@ -132,6 +133,11 @@ def heads_first(x: jax.Array, axis: int) -> jax.Array:
     return jnp.moveaxis(x, axis, -2)
 
 
+def operand(x: jax.Array, axis: int, precision: jax.lax.Precision) -> jax.Array:
+    """Heads first, in the dtype that products take."""
+    return heads_first(x.astype(jnp.float32) if precision == jax.lax.Precision.HIGHEST else x, axis)
+
+
 def heads_last(x: jax.Array, axis: int) -> jax.Array:
     return jnp.moveaxis(x, -2, axis)
 
@@ -180,7 +186,7 @@ def _in_turn(x: jax.Array, done: list[jax.Array]) -> tuple[jax.Array, list[jax.A
 
 
 def _unrolled_forward(q, k, v, segment_ids, block, back, precision):
-    qt, kt, vt = (heads_first(x, 1) for x in (q, k, v))
+    qt, kt, vt = (operand(x, 1, precision) for x in (q, k, v))
     outs, logs = [], []
     for at, to in _spans(q.shape[1], block, back):
         mask = mask_of(segment_ids[:, at], segment_ids[:, to], at.start - to.start)
@@ -188,14 +194,14 @@ def _unrolled_forward(q, k, v, segment_ids, block, back, precision):
         out, log_total = attend_block(qt[..., at, :], kt[..., to, :], vt[..., to, :], mask, precision)
         outs.append(out)
         logs.append(log_total)
-    out = heads_last(jnp.concatenate(outs, axis=-2), 1)
+    out = heads_last(jnp.concatenate(outs, axis=-2), 1).astype(q.dtype)
     out, log_total = kept(out, jnp.concatenate(logs, axis=-2))
     return out, (q, k, v, segment_ids, out, log_total)
 
 
 def unrolled_backward(block, back, precision, saved, g):
     q, k, v, segment_ids, out, log_total = saved
-    qt, kt, vt, gt = (heads_first(x, 1) for x in (q, k, v, g))
+    qt, kt, vt, gt = (operand(x, 1, precision) for x in (q, k, v, g))
     mean = mean_of(out, g, 1)
     length = q.shape[1]
     dqs = []
@@ -248,16 +254,16 @@ def _windows(x: jax.Array, back: int, axis: int, fill: int = 0) -> jax.Array:
     return jnp.concatenate([before[:, i : i + x.shape[1]] for i in range(back + 1)], axis=axis)
 
 
-def _window_operands(q, k, v, segment_ids, block, back):
+def _window_operands(q, k, v, segment_ids, block, back, precision):
     segments = _cut(segment_ids, block)
     mask = mask_of(segments, _windows(segments, back, 2, -1), back * block)
-    keys, values = (_windows(heads_first(_cut(x, block), 2), back, 3) for x in (k, v))  # [R, blocks, K, W, h]
-    return heads_first(_cut(q, block), 2), keys, values, mask
+    q, k, v = (operand(_cut(x, block), 2, precision) for x in (q, k, v))
+    return q, _windows(k, back, 3), _windows(v, back, 3), mask  # keys and values [R, blocks, K, W, h]
 
 
 def _windowed_forward(q, k, v, segment_ids, block, back, precision):
-    out, log_total = attend_block(*_window_operands(q, k, v, segment_ids, block, back), precision)
-    out = heads_last(out, 2).reshape(q.shape[0], -1, *q.shape[2:])[:, : q.shape[1]]
+    out, log_total = attend_block(*_window_operands(q, k, v, segment_ids, block, back, precision), precision)
+    out = heads_last(out, 2).reshape(q.shape[0], -1, *q.shape[2:])[:, : q.shape[1]].astype(q.dtype)
     out, log_total = kept(out, log_total)
     return out, (q, k, v, segment_ids, out, log_total)
 
@@ -265,8 +271,8 @@ def _windowed_forward(q, k, v, segment_ids, block, back, precision):
 def _windowed_backward(block, back, precision, saved, g):
     q, k, v, segment_ids, out, log_total = saved
     rows, length = segment_ids.shape
-    operands = _window_operands(q, k, v, segment_ids, block, back)
-    gt, mean = heads_first(_cut(g, block), 2), mean_of(_cut(out, block), _cut(g, block), 2)
+    operands = _window_operands(q, k, v, segment_ids, block, back, precision)
+    gt, mean = operand(_cut(g, block), 2, precision), mean_of(_cut(out, block), _cut(g, block), 2)
     dq, dk, dv = attend_block_backward(*operands, log_total, mean, gt, precision)
     dq = heads_last(dq, 2).reshape(rows, -1, *q.shape[2:])[:, :length]
 
@@ -310,12 +316,12 @@ def _part(x: jax.Array, number: Any, size: int, axis: int = -2) -> jax.Array:
 class _PaddedRow:
     """A row as both passes use it: padded to whole blocks and spans, heads first."""
 
-    def __init__(self, q, k, v, query_segments, key_segments, offset, block, span):
+    def __init__(self, q, k, v, query_segments, key_segments, offset, block, span, precision):
         self.block, self.span, self.offset = block, span, offset
         self.length, keys = q.shape[1], k.shape[1]
         self.first = jnp.min(segment_starts(key_segments), axis=0)  # of the segments at each key of all rows
-        self.q = _pad(heads_first(q, 1), -2, block)
-        self.k, self.v = (_pad(heads_first(x, 1), -2, span) for x in (k, v))
+        self.q = _pad(operand(q, 1, precision), -2, block)
+        self.k, self.v = (_pad(operand(x, 1, precision), -2, span) for x in (k, v))
         # Padding is in no segment, and that of queries and that of keys do not match.
         self.query_segments = _pad(query_segments, 1, block, -1)
         self.key_segments = _pad(key_segments, 1, span, -2)
@@ -339,7 +345,7 @@ class _PaddedRow:
 
 
 def _looped_forward(q, k, v, query_segments, key_segments, offset, block, span, precision):
-    row = _PaddedRow(q, k, v, query_segments, key_segments, offset, block, span)
+    row = _PaddedRow(q, k, v, query_segments, key_segments, offset, block, span, precision)
 
     def of_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         queries = _part(row.q, i, block)
@@ -358,17 +364,17 @@ def _looped_forward(q, k, v, query_segments, key_segments, offset, block, span, 
         nothing = jnp.zeros((*queries.shape[:-1], 1), jnp.float32)
         start = (nothing + MASKED, nothing, jnp.zeros(queries.shape, jnp.float32))
         top, total, out = jax.lax.fori_loop(*row.range_of(i), add, start)
-        return (out / total).astype(q.dtype), top + jnp.log(total)
+        return (out / total).astype(row.q.dtype), top + jnp.log(total)
 
     out, log_total = jax.lax.map(of_block, jnp.arange(row.blocks))
-    out, log_total = kept(heads_last(row.whole(out), 1), row.whole(log_total))
+    out, log_total = kept(heads_last(row.whole(out), 1).astype(q.dtype), row.whole(log_total))
     return out, (q, k, v, query_segments, key_segments, offset, out, log_total)
 
 
 def looped_backward(block, span, precision, saved, g):
     q, k, v, query_segments, key_segments, offset, out, log_total = saved
-    row = _PaddedRow(q, k, v, query_segments, key_segments, offset, block, span)
-    gt, log_total = _pad(heads_first(g, 1), -2, block), _pad(log_total, -2, block)
+    row = _PaddedRow(q, k, v, query_segments, key_segments, offset, block, span, precision)
+    gt, log_total = _pad(operand(g, 1, precision), -2, block), _pad(log_total, -2, block)
     mean = _pad(mean_of(out, g, 1), -2, block)
 
     def of_block(sums: Any, i: jax.Array) -> tuple[Any, jax.Array]:
