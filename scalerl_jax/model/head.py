@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from scalerl_jax.model import row_blocks
@@ -26,6 +27,7 @@ from scalerl_jax.model.lora import LowRank, partition_of_factors, split
 from scalerl_jax.model.precision import rounded as rounded_to
 from scalerl_jax.model.sharding import ROWS, spec
 
+_KEPT = "head sums"
 Axes = tuple[str, ...]  # of the mesh; empty if one device has everything
 
 
@@ -126,6 +128,37 @@ def _sink_backward(width, axes, kind, g):
 _sink.defvjp(lambda weight, width, axes: (_sink(weight, width, axes), weight[:0, :0]), _sink_backward)
 
 
+@jax.custom_vjp
+def _picked(logit: jax.Array, places: jax.Array) -> jax.Array:
+    """logit [R, C, V] float32 at places [R, C]; anything where a place does not exist.
+
+    The sum of a mask, which fuses, costs a GPU three passes: XLA takes the mask's constants out of the scan and reads
+    them, as large as the logits, in every chunk. A TPU reads elements one at a time.
+    """
+
+    def summed(logit: jax.Array, places: jax.Array) -> jax.Array:
+        return jnp.sum(_at(places, logit.shape[-1], logit), axis=-1)
+
+    def gathered(logit: jax.Array, places: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(logit, places[..., None], axis=-1, mode="clip")[..., 0]
+
+    return jax.lax.platform_dependent(logit, places, tpu=summed, default=gathered)
+
+
+def _at(places: jax.Array, vocabulary: int, x: jax.Array) -> jax.Array:
+    """[R, C, V]: x at these places, 0 elsewhere."""
+    token = jax.lax.broadcasted_iota(jnp.int32, (*places.shape, vocabulary), places.ndim)
+    return jnp.where(token == places[..., None], x, 0.0)
+
+
+def _picked_backward(saved, g):
+    places, like = saved
+    return _at(places, like.shape[-1], g[..., None]), None  # which fuses, unlike the scatter-add of a gather
+
+
+_picked.defvjp(lambda logit, places: (_picked(logit, places), (places, logit[:0])), _picked_backward)
+
+
 @jax.named_scope("head")
 def token_logprobs(
     params: Params,
@@ -215,16 +248,18 @@ def _scan(
         found = jnp.take_along_axis(shifted, jnp.where(here, ids - first, 0), axis=-1, mode="clip")
         return over_vocabulary(jnp.where(here, found, 0.0))
 
-    @jax.checkpoint
+    # Kept for the backward pass, which computes the logits again: two numbers a token, each a pass over its logits.
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_KEPT))
     def one(hidden: jax.Array, targets: jax.Array, *ids: jax.Array) -> tuple[jax.Array, ...]:
         logit = _logits(hidden, rounded, factors, sink, precision)
         top = jnp.max(jax.lax.stop_gradient(logit), axis=-1, keepdims=True)
-        shifted = logit - (jax.lax.pmax(top, vocabulary) if vocabulary else top)
+        top = checkpoint_name(jax.lax.pmax(top, vocabulary) if vocabulary else top, _KEPT)
+        shifted = logit - top
         exponent = jnp.exp(shifted)
-        total = over_vocabulary(jnp.sum(exponent, axis=-1))
-        # A masked sum and not a gather: on a CPU it fuses, unlike the scatter-add of a gather's backward pass.
-        token = first + jax.lax.broadcasted_iota(jnp.int32, logit.shape, logit.ndim - 1)
-        target = over_vocabulary(jnp.sum(jnp.where(token == targets[..., None], shifted, 0.0), axis=-1))
+        total = checkpoint_name(over_vocabulary(jnp.sum(exponent, axis=-1)), _KEPT)
+        places = targets - first
+        here = (places >= 0) & (places < logit.shape[-1])
+        target = over_vocabulary(jnp.where(here, _picked(logit, places) - top[..., 0], 0.0))
         spread = row_blocks.log_sum(shifted, lead=2) if precision.bitwise else jnp.log(total)
         others = [named(shifted, wanted) - spread[..., None] for wanted in ids]
         if not entropy:

@@ -32,8 +32,9 @@ def formula(decoder: DecoderConfig, remat: str, **changed: int) -> Flops:
 def test_the_formula_is_the_compilers_count_where_nothing_is_scanned(remat):
     trainer = trainer_of(WIDE, Layout(seq_len=LENGTH, rows=ROWS, logprob_chunk=LENGTH, remat=remat, attention="blocks"))
     accumulate, _ = trainer.compile_update()
-    counted = accumulate.cost_analysis()["flops"]
-    assert formula(WIDE, remat).total == pytest.approx(counted, rel=TOLERANCE)
+    counted, wanted = accumulate.cost_analysis()["flops"], formula(WIDE, remat)
+    # With one chunk the compiler finds the logits that the backward pass would compute again.
+    assert wanted.total - wanted.head / 4 == pytest.approx(counted, rel=TOLERANCE)
 
 
 def test_without_remat_it_is_the_ledgers_formula():
