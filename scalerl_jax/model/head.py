@@ -252,14 +252,14 @@ def _scan(
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_KEPT))
     def one(hidden: jax.Array, targets: jax.Array, *ids: jax.Array) -> tuple[jax.Array, ...]:
         logit = _logits(hidden, rounded, factors, sink, precision)
-        top = jnp.max(jax.lax.stop_gradient(logit), axis=-1, keepdims=True)
+        top = jnp.max(jax.lax.stop_gradient(logit), axis=-1)
         top = checkpoint_name(jax.lax.pmax(top, vocabulary) if vocabulary else top, _KEPT)
-        shifted = logit - top
+        shifted = logit - top[..., None]
         exponent = jnp.exp(shifted)
         total = checkpoint_name(over_vocabulary(jnp.sum(exponent, axis=-1)), _KEPT)
         places = targets - first
         here = (places >= 0) & (places < logit.shape[-1])
-        target = over_vocabulary(jnp.where(here, _picked(logit, places) - top[..., 0], 0.0))
+        target = over_vocabulary(jnp.where(here, _picked(logit, places) - top, 0.0))
         spread = row_blocks.log_sum(shifted, lead=2) if precision.bitwise else jnp.log(total)
         others = [named(shifted, wanted) - spread[..., None] for wanted in ids]
         if not entropy:
