@@ -166,9 +166,11 @@ def search(
     """The nearest layout that fits (or None), and the layouts compiled on the way, at most `compiles`.
 
     Candidates are the layouts that fit by formula, nearest and then fastest first. The formula's temporaries are
-    corrected by its error on the first layout.
+    corrected by its error on the first layout; upwards only, if that did not compile: then the compiler gave up early.
     """
     wrong_by = first.bytes.temporaries / max(1, first.by_formula)
+    if first.update.live is None:
+        wrong_by = max(1.0, wrong_by)
     possible = list[LayoutPlan]()
     for choice in other_choices(question.config, question.decoder, question.machine.devices):
         one = estimate(question, choice)
