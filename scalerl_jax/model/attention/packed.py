@@ -55,7 +55,7 @@ BLOCKS, TILES = Backend(), Backend("tiles")
 
 
 def blocks_on(platform: str) -> Backend:
-    """Blocks. A CPU's products of bfloat16 are slower than those of float32 where an operand has few columns."""
+    """Blocks. A CPU's products of bfloat16 are no faster than those of float32 where a matrix has few columns."""
     return Backend(float32=platform == "cpu")
 
 
