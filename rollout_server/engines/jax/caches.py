@@ -78,13 +78,13 @@ def attend(
         if prompt is not None:
             own = Partial(total[..., None], jnp.ones_like(total[..., None]), mixed.astype(jnp.float32))
             mixed = _mixed([], [], [own, prompt], dot)
-        return mixed.reshape(slots, heads, size).astype(q.dtype)
-    product = "bkgh,bkhs->bkgs" if precision.keys_last else "bkgh,bksh->bkgs"
-    scores = jnp.einsum(product, grouped, k, **dot) * (1 / math.sqrt(size))
-    seen = jnp.arange(length) <= position[:, None]
-    if first is not None:
-        seen &= jnp.arange(length) >= first[:, None]
-    mixed = _mixed([jnp.where(seen[:, None, None, :], scores, MASKED)], [v], [prompt], dot)
+    else:
+        product = "bkgh,bkhs->bkgs" if precision.keys_last else "bkgh,bksh->bkgs"
+        scores = jnp.einsum(product, grouped, k, **dot) * (1 / math.sqrt(size))
+        seen = jnp.arange(length) <= position[:, None]
+        if first is not None:
+            seen &= jnp.arange(length) >= first[:, None]
+        mixed = _mixed([jnp.where(seen[:, None, None, :], scores, MASKED)], [v], [prompt], dot)
     return mixed.reshape(slots, heads, size).astype(q.dtype)
 
 

@@ -33,7 +33,7 @@ _Scalars = Any  # references to what the steps of the grid look up
 def has_cudnn(cache: jax.Array, precision: DecodePrecision) -> bool:
     """Whether cuDNN reads the live part of a cache [B, K, S, h] on this GPU."""
     slots, heads, length, size = cache.shape
-    fits = size % 8 == 0 and size <= cudnn.largest_head(precision.capability) and cache.dtype == "bfloat16"
+    fits = cudnn.has_head(precision.capability, size) and cache.dtype == "bfloat16"
     many = length >= LONG_CACHE and slots * heads >= _FEWEST_PARTS
     return fits and many and not precision.bitwise and cudnn.has_packed_call()
 

@@ -72,6 +72,11 @@ def largest_head(capability: tuple[int, ...]) -> int:
     return 0 if capability < (8, 0) else 128 if capability < (9, 0) else 256
 
 
+def has_head(capability: tuple[int, ...], size: int) -> bool:
+    """Whether cuDNN has attention with heads of this size on this GPU."""
+    return size % 8 == 0 and size <= largest_head(capability)
+
+
 def segments_of(segment_ids: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
     """[rows, length] -> starts [rows, most + 1] and lengths [rows, most] int32, -1 for absent segments. Padding, id 0,
     is no segment."""

@@ -114,7 +114,7 @@ def _cudnn(device: jax.Device, shapes: Shapes, *, any_size: bool) -> tuple[Backe
     if not most:
         raise CannotHere(f"needs an NVIDIA GPU from Ampere on, and this is {device.device_kind} ({device.platform})")
     _only_bfloat16(shapes)
-    if shapes.head_dim % 8 or shapes.head_dim > most:
+    if not cudnn.has_head(capability, shapes.head_dim):
         raise CannotHere(f"needs heads of a multiple of 8 up to {most}, and they are of {shapes.head_dim}")
     lacks = []
     if capability < (9, 0):
