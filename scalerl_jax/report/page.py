@@ -154,7 +154,7 @@ def read_run(workdir: str, *, of: int = 1) -> dict[str, Any]:
         "updates": metrics[-1]["step"] if metrics else 0,
         "planned": settings["sft.max_steps" if warm_start else "max_steps"],
         "optimizer_steps": metrics[-1].get("optimizer_step") if metrics else 0,
-        "seconds": running_seconds((*metrics, *evals)),
+        "seconds": max(running_seconds(metrics), running_seconds(evals)),
         "starts": len({row.get("incarnation") for row in (*metrics, *evals)}),
         "config": [[name, json.dumps(value)] for name, value in sorted(changed.items())],
         "score": score(evals),

@@ -32,7 +32,8 @@ def hours(row: Row | None) -> dict[str, dict[str, float]]:
 
 def totals(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
     """The cost of the run by its latest row."""
-    latest = max([*metrics[-1:], *evals[-1:]], key=lambda row: row["time"])
+    # An evaluation beside training is written late, with the compute of the step that it is of.
+    latest = max([*metrics[-1:], *evals[-1:]], key=lambda row: (row["step"], "compute" not in row))
     compute: Mapping[str, Any] = latest.get("compute", latest)
     names = ("device_hours", "model_flops", "trainer_flops", "generator_flops", "evaluation_flops")
     tokens = ("trained_tokens", "sampled_tokens", "evaluation_tokens")

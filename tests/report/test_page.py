@@ -22,6 +22,7 @@ from tests.support.paths import ROOT
 from tests.support.processes import run_command
 
 ASSETS = ROOT / "scalerl_jax" / "report" / "assets"
+LOGS = ("metrics.jsonl", "evals.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +151,22 @@ def test_a_clock_that_is_set_back_in_mid_run_takes_no_time_back():
     drawn = time_line.time_line(rows, [])["intervals"]
     assert [(one["start"], one["end"]) for one in drawn] == [(0, 3), (3, 7), (7, 7), (7, 11)]
     assert time_line.running_seconds(rows) == 4 + 4
+
+
+def test_an_evaluation_beside_training_is_neither_later_nor_counted_twice(tmp_path):
+    folder = pathlib.Path(run_folders.write_run(tmp_path / "beside"))
+    rows = {name: [json.loads(line) for line in (folder / name).read_text().splitlines()] for name in LOGS}
+    *_, last = rows["metrics.jsonl"]
+    for row in rows["evals.jsonl"]:
+        row["time"] += 7  # the last one, of step 28, is written after the last update
+    del rows["evals.jsonl"][-1]
+    rows["evals.jsonl"][-1]["time"] = last["time"] + 5
+    for name, found in rows.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in found))
+    page = read_run(str(folder))
+    assert page["totals"]["device_hours"] == pytest.approx(last["compute"]["device_hours"])
+    first = min(rows[name][0]["time"] for name in LOGS)
+    assert page["seconds"] <= last["time"] + 5 - first
 
 
 def test_forecasts_have_one_form_and_one_level(data):
