@@ -132,20 +132,30 @@ def key_of(config: Config, workdir: str, step: int, inputs: Mapping[str, str]) -
         with open(os.path.join(workdir, "checkpoints", str(step), "manifest", "metadata"), "rb") as record:
             found.update(record.read())  # has a digest of every tensor
     else:
-        for name in sorted(os.listdir(config.model.path)):
-            if name.endswith((".safetensors", ".json")):
-                about = os.stat(os.path.join(config.model.path, name))
-                found.update(f"{name} {about.st_size} {about.st_mtime_ns}\n".encode())
+        for path in (config.model.path, *([config.lora.adapter] if adapted(config, workdir) else [])):
+            for name in sorted(os.listdir(path)):
+                if name.endswith((".safetensors", ".json")):
+                    about = os.stat(os.path.join(path, name))
+                    found.update(f"{name} {about.st_size} {about.st_mtime_ns}\n".encode())
     return found.hexdigest()
 
 
-def checkpoint_weights(config: Config, workdir: str, step: int) -> dict[str, np.ndarray]:
-    from scalerl_jax.learner.checkpoint import read_step
-    from scalerl_jax.learner.make_trainer import policy_of
+def adapted(config: Config, workdir: str) -> bool:
+    """Whether the policy of step 0 is a run's, with the adapter that it started from."""
+    return bool(workdir and config.lora.adapter)
 
-    checkpoint = read_step(os.path.join(workdir, "checkpoints"), "params", step)
+
+def run_weights(config: Config, workdir: str, step: int) -> dict[str, np.ndarray]:
+    """The weights of a run's policy at this step, in the sync dtype."""
+    from scalerl_jax.learner.checkpoint import read_step
+    from scalerl_jax.learner.make_trainer import policy_of, start_policy
+
     decoder = read_config(config.model.path)
-    weights = to_hf(policy_of(checkpoint, config, decoder), decoder, dtype_of(config))
+    if step:
+        params = policy_of(read_step(os.path.join(workdir, "checkpoints"), "params", step), config, decoder)
+    else:
+        params = start_policy(config, decoder)
+    weights = to_hf(params, decoder, dtype_of(config))
     return {name: np.asarray(value) for name, value in weights.items()}
 
 
@@ -200,7 +210,8 @@ def main(given: GivenConfig) -> None:
             with folder.completions(step, keys[step], rows, samples=config.evaluation.samples) as there:
                 missing = [row for row in rows if row.index not in there.prompts]
                 if missing:
-                    weights = checkpoint_weights(config, workdir, step) if step else folder_weights(config)
+                    of_run = step > 0 or adapted(config, workdir)
+                    weights = run_weights(config, workdir, step) if of_run else folder_weights(config)
                     evaluator = evaluator or stack.enter_context(started(config, out, rows, tokenizer, progress))
                     for group in evaluator.evaluate(weights, missing):
                         there.add(group, tokenizer, rollout=config.rollout)

@@ -40,7 +40,8 @@ def export(
         asked = "--adapter" if adapter else "--merge"
         raise entry.UserError(f"{asked}: the run in {workdir} has no adapter, config.lora.rank is 0")
     with entry.user_mistakes():
-        model = model or (config.sft.model_path if config.lora.rank else "") or config.model.path
+        # A warm start has no model.path; the config of a run names the warm start's model, too.
+        model = model or config.model.path or (config.sft.model_path if config.lora.rank else "")
         if not model:
             made = os.path.join(workdir, "model")
             raise entry.UserError(

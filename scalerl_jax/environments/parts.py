@@ -5,6 +5,7 @@ holds the name of the row's part.
 """
 
 import dataclasses
+from collections.abc import Collection
 
 from scalerl_jax.config import Config
 
@@ -17,6 +18,18 @@ def configs(config: Config) -> dict[str, Config]:
         name: dataclasses.replace(config, environment=environment, mixture={})
         for name, environment in config.mixture.items()
     }
+
+
+def common(config: Config, fields: Collection[str]) -> tuple[str, Config]:
+    """The name and config of the first part, with which all others agree in these fields of the environment. Raises
+    ValueError, which names the first difference."""
+    (first, one), *others = configs(config).items()
+    for name, other in others:
+        for leaf in fields:
+            here, there = getattr(one.environment, leaf), getattr(other.environment, leaf)
+            if here != there:
+                raise ValueError(f"the mixture has {field(first, leaf)}={here!r}, {field(name, leaf)}={there!r}")
+    return first, one
 
 
 def as_written(part: str, line: str) -> str:

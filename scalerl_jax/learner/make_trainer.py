@@ -84,6 +84,13 @@ def lora_of(config: Config, decoder: DecoderConfig) -> Lora | None:
     )
 
 
+def start_policy(config: Config, decoder: DecoderConfig) -> Params:
+    """The parameters that a run starts from, with the adapter that it starts from. Raises ValueError as
+    Lora.start."""
+    lora, frozen = lora_of(config, decoder), load_hf(config.model.path, dtype=config.model.sync_dtype)[1]
+    return frozen if lora is None else lora.join(lora.start(base=fingerprint(frozen)), frozen)
+
+
 def policy_of(checkpoint: Checkpoint, config: Config, decoder: DecoderConfig, *, model: str = "") -> Params:
     """The parameters of a checkpoint. An adapter's is joined with the frozen ones of config.model.path or `model`.
     Raises ValueError if these are not those it was trained with."""

@@ -47,7 +47,7 @@ WITHOUT_GRADIENT = 5  # consecutive updates without a gradient that raise the al
 RECENT = 10  # updates whose mean is compared with a limit
 # As in rollouts/parity.py for config.parity.p99_limit = 0; that module imports gRPC, which a report does not
 # need.
-_P99_LIMITS = {"float32": 1e-2, "bfloat16": 2e-1, "auto": 2e-1}  # auto: the run did not record its choice
+_P99_FLOAT32, _P99_BFLOAT16, _P99_EXPERTS = 1e-2, 2e-1, 6e-1
 _WARNING, _ALARM = 0.05, 0.10  # of the completions
 _CLIPPED = 0.01
 _FACTOR = 2
@@ -170,8 +170,11 @@ def limits(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, list[L
     shares = [Limit(_WARNING, f"{_WARNING:.0%}"), Limit(_ALARM, f"{_ALARM:.0%}", loud=True)]
     effective = [Limit(_EFFECTIVE, f"{_EFFECTIVE:.0%}", "below")]
     k, mismatch = settings["pacing.max_off_policy_steps"], settings["parity.p99_limit"]
-    rounded = settings["model.head_precision"] == "bfloat16"
-    mismatch = mismatch or _P99_LIMITS["bfloat16" if rounded else settings["model.compute_dtype"]]
+    # The coarser of the two sides; where both are auto the run did not record its choice.
+    dtypes = {settings[name] for name in ("model.compute_dtype", "fleet.compute_dtype", "model.head_precision")}
+    rounded = "bfloat16" in dtypes or "float32" not in dtypes
+    experts = any("expert_load" in row for row in rows)
+    mismatch = mismatch or ((_P99_EXPERTS if experts else _P99_BFLOAT16) if rounded else _P99_FLOAT32)
     found: dict[str, list[Limit]] = {
         "lag": [Limit(k, f"k = {k}", bound=True)],
         **dict.fromkeys(("truncated", "interrupted", "repetitive", "failed"), shares),

@@ -77,6 +77,9 @@ FIELDS = {
     "sft.log_every": FREE,
 }
 
+# Files that depend on the config: while none of them exists, the folder may take another config.
+_MADE = ("metrics.jsonl", "evals.jsonl", "checkpoints", "model")
+
 
 @dataclasses.dataclass(frozen=True)
 class FieldChange:
@@ -134,6 +137,12 @@ def refused(found: Sequence[FieldChange], *, allowed: Collection[str], warm_star
     return [change for change in found if change.kind in kinds and change.name not in allowed]
 
 
+def has_begun(workdir: str) -> bool:
+    """Whether the folder holds more than what a first start leaves that failed."""
+    made = [os.path.join(workdir, name) for name in _MADE]
+    return any(os.path.exists(name) and os.path.getsize(name) for name in made)
+
+
 def history_row(found: Sequence[FieldChange], *, step: int, time: float) -> str:
     """The line of config_history.jsonl."""
     changed = {change.name: {"before": change.before, "now": change.now, "kind": change.kind} for change in found}
@@ -157,11 +166,12 @@ def settle_dtypes(config: Config, workdir: str = "") -> list[str]:
 def _choose_dtype(config: Config, workdir: str) -> tuple[Dtype, str]:
     if config.model.sync_dtype == "float32":
         return "float32", "as config.model.sync_dtype is"
-    try:
-        begun = config_check.saved_leaves(read_object(os.path.join(workdir, "config.json"))) if workdir else {}
-    except (OSError, ValueError):  # the run has not begun, or its folder is refused later in the start
-        begun = {}
-    if (before := str(begun.get("model.compute_dtype"))) in _DTYPES:
-        return _DTYPES[before], "as the run was begun"
+    if workdir and has_begun(workdir):
+        try:
+            begun = config_check.saved_leaves(read_object(os.path.join(workdir, "config.json")))
+        except (OSError, ValueError):  # its folder is refused later in the start
+            begun = {}
+        if (before := str(begun.get("model.compute_dtype"))) in _DTYPES:
+            return _DTYPES[before], "as the run was begun"
     dtype, why = platforms.fastest_dtype()
     return _DTYPES[dtype], why

@@ -1,5 +1,6 @@
 """The config of a scalerl-eval command, made from its flags, a run's folder and the defaults."""
 
+import dataclasses
 import re
 
 from absl import flags
@@ -7,7 +8,8 @@ from absl import flags
 from scalerl_jax import config_check
 from scalerl_jax.cli import entry
 from scalerl_jax.config import Config, EnvironmentConfig
-from scalerl_jax.config_io import GivenConfig
+from scalerl_jax.config_io import GivenConfig, load_file
+from scalerl_jax.environments import parts
 from scalerl_jax.environments.load import place_of
 
 FLAGS = flags.FLAGS
@@ -30,10 +32,11 @@ def asked(given: GivenConfig) -> Config:
         base = entry.config_of_run(values.workdir)
     elif not given.path and not values.environment:
         raise entry.UserError("--environment: says what to evaluate on, where there is no --config and no --workdir")
-    if base is not None and values.environment:
-        base.mixture = {}
     held_out = base.evaluation.prompts if base is not None else 0
-    config = given.config(base)
+    start = load_file(given.path) if given.path else base or Config()
+    if values.environment and start.mixture:
+        start.environment, start.mixture = asked_alike(start, given), {}
+    config = dataclasses.replace(given, path="").config(start)
     if values.model:
         config.model.path = values.model
     if values.samples:
@@ -58,9 +61,27 @@ def asked(given: GivenConfig) -> Config:
         if max(values.prompts, config.evaluation.prompts) > held_out:
             most = max(values.prompts, config.evaluation.prompts)
             raise entry.UserError(f"--prompts={most}: {held_out} are held out, and the others are trained on")
+        if (fewer := config.evaluation.prompts) < held_out:
+            raise entry.UserError(
+                f"config.evaluation.prompts={fewer}: the run holds {held_out} out; --prompts={fewer} takes as many"
+            )
         config.evaluation.prompts = held_out
     config_check.check(config)
     return config
+
+
+def asked_alike(config: Config, given: GivenConfig) -> EnvironmentConfig:
+    """The environment of a mixture from which others take the fields of _KEPT. Raises UserError if its environments
+    differ in one that is not given."""
+    names = {name for name, _ in given.overrides}
+    try:
+        _, first = parts.common(config, [field for field in _KEPT if f"environment.{field}" not in names])
+    except ValueError as error:
+        raise entry.UserError(
+            f"--environment: how its prompts are asked and scored is not clear, since {error}; "
+            "--config.environment.FIELD=... says it"
+        ) from None
+    return first.environment
 
 
 def environment_of(text: str, base: EnvironmentConfig) -> EnvironmentConfig:

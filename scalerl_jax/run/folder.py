@@ -36,9 +36,6 @@ from scalerl_jax.run.jsonl import cut, line_of, read_rows
 from scalerl_jax.system import files
 from scalerl_jax.system.files import plain, read_object, write_whole
 
-# Files that depend on the config: while none of them exists, the folder may take another config.
-_MADE = ("metrics.jsonl", "evals.jsonl", "checkpoints", "model")
-
 LARGEST_INCARNATION = 2**63  # incarnations are nanoseconds since 1970: the year 2262
 
 
@@ -198,8 +195,7 @@ class RunFolder:
     def _compare_config(self, workdir: str, allow: Collection[str], warm_start: bool) -> None:
         """Refuses another config, unless a first start failed and left nothing behind."""
         path = self.path("config.json")
-        made = [self.path(name) for name in _MADE]
-        if not os.path.exists(path) or not any(os.path.exists(name) and os.path.getsize(name) for name in made):
+        if not os.path.exists(path) or not continuing.has_begun(self.workdir):
             write_whole(path, config_io.to_json(self._config))
             return
         try:

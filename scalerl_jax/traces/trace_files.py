@@ -84,16 +84,12 @@ def asking(config: Config) -> tuple[str, Config]:
 
     Raises ValueError where the parts of a mixture differ in this.
     """
-    (first, one), *others = parts.configs(config).items()
-    for name, other in others:
-        for field in ASKING:
-            here, there = getattr(one.environment, field), getattr(other.environment, field)
-            if here != there:
-                raise ValueError(
-                    f"config.sft.traces={config.sft.traces}: how their prompts are rendered is not clear, since the "
-                    f"mixture has {parts.field(first, field)}={here!r}, {parts.field(name, field)}={there!r}"
-                )
-    return first, one
+    try:
+        return parts.common(config, ASKING)
+    except ValueError as error:
+        raise ValueError(
+            f"config.sft.traces={config.sft.traces}: how their prompts are rendered is not clear, since {error}"
+        ) from None
 
 
 # ---- Rows ----------------------------------------------------------------------------------------------------------

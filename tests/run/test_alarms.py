@@ -8,6 +8,7 @@ import pytest
 from scalerl_jax import config_check
 from scalerl_jax.config import Config
 from scalerl_jax.report.health import health
+from scalerl_jax.rollouts.parity import LIMITS, LIMITS_WITH_EXPERTS
 from scalerl_jax.run import alarms
 from scalerl_jax.run.alarms import RECENT, REMIND, LearningWatch
 
@@ -148,6 +149,26 @@ def test_every_sign_with_a_limit_is_gone_through():
     assert {column for column, *_ in GONE_WRONG} == {sign.column for sign in alarms.SIGNS.values()}
     drawn = alarms.limits([sound(1)], SETTINGS)
     assert drawn.keys() - {"lag"} == alarms.SIGNS.keys()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "generators", "changes", "limit"),
+    [
+        ("float32", "float32", {}, 0.01),
+        ("float32", "bfloat16", {}, 0.2),
+        ("bfloat16", "float32", {}, 0.2),
+        ("auto", "auto", {}, 0.2),
+        ("bfloat16", "bfloat16", {"expert_load": 1.2}, 0.6),
+        ("float32", "float32", {"expert_load": 1.2}, 0.01),
+    ],
+)
+def test_the_limit_of_the_mismatch_is_that_of_joining_servers(trainer, generators, changes, limit):
+    settings = SETTINGS | {"model.compute_dtype": trainer, "fleet.compute_dtype": generators}
+    (drawn,) = alarms.limits([sound(1, **changes)], settings)["mismatch"]
+    assert drawn.value == limit
+    if trainer != "auto":
+        coarser = "bfloat16" if "bfloat16" in (trainer, generators) else "float32"
+        assert limit == (LIMITS_WITH_EXPERTS if changes else LIMITS)[coarser][1]
 
 
 def test_the_page_judges_no_sooner_than_the_console():

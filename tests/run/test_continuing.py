@@ -147,11 +147,21 @@ def test_a_run_goes_on_in_what_it_was_begun_in(machine, tmp_path):
         begin(config_of(compute_dtype="float32"))
 
 
+def test_a_first_start_that_failed_chooses_nothing_for_the_next(machine, tmp_path):
+    workdir = str(tmp_path / "run")
+    with RunFolder(workdir, config_of(compute_dtype="float32")) as folder:
+        folder.resume(0)
+    machine("bfloat16")
+    config = Config()
+    assert settle_dtypes(config, workdir) == ["config.model.compute_dtype=auto: bfloat16 (this machine)"]
+
+
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"model": 4}', '{"model": {"compute_dtype": "float64"}}'])
 def test_a_config_that_tells_nothing_is_passed_by(machine, tmp_path, text):
     """Whether the folder can be gone on with is not said here."""
     machine("bfloat16")
     (tmp_path / "config.json").write_text(text)
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     config = Config()
     settle_dtypes(config, str(tmp_path))
     assert config.model.compute_dtype == "bfloat16"

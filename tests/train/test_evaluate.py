@@ -1,13 +1,26 @@
 """scalerl-eval beside the run's own evaluations: the same completions, wherever the policy lies; killed, it goes on."""
 
+import dataclasses
 import json
 import math
 import os
 import pathlib
 import signal
 
+import jax
+import numpy as np
 import pytest
+from absl import flags
 
+from scalerl_jax.cli.entry import UserError
+from scalerl_jax.config import Config
+from scalerl_jax.config_io import GivenConfig, load_file, to_json
+from scalerl_jax.evaluate import key_of, run_weights
+from scalerl_jax.learner.digests import fingerprint
+from scalerl_jax.learner.make_trainer import lora_of
+from scalerl_jax.model.hf import load_hf, to_hf
+from scalerl_jax.model.lora import write_adapter
+from scalerl_jax.run import evaluation_request
 from scalerl_jax.run.jsonl import read_rows
 from tests.support import fork_server
 from tests.support.processes import run_command, single_threaded
@@ -28,6 +41,7 @@ MISTAKES = (
     ("--workdir={run} --steps=3", "--steps=3: the run keeps no checkpoint 3; there are 0, 4, 6"),
     ("--workdir={run} --prompts=7", "--prompts=7: 6 are held out, and the others are trained on"),
     ("--workdir={run} --config.evaluation.prompts=9", "--prompts=9: 6 are held out, and the others are trained on"),
+    ("--workdir={run} --config.evaluation.prompts=4", "config.evaluation.prompts=4: the run holds 6 out; --prompts=4 "),
     ("--workdir={run} --steps=x", "--steps=x: is not all, last, or steps"),
     ("--workdir={run} --samples=-1", "flag --samples=-1"),
     ("--workdir={run} --config.evaluation.sample=1", "--config.evaluation.sample: config.evaluation has no"),
@@ -161,6 +175,53 @@ def test_published_rows_beside_a_made_environment(model, tmp_path):
     lines = completions(tmp_path / "out", 0)
     assert {line["answer"] for line in lines if "gsm8k" in line["environment"]} == {"1", "2", "3"}
     assert next(name for name in row["environments"] if "gsm8k" in name) in said and "arithmetic" in said
+
+
+def test_step_0_of_a_run_has_the_adapter_that_it_started_from(model, tmp_path):
+    config = Config()
+    config.model.path, config.model.sync_dtype, config.lora.rank, config.lora.alpha = model, "bfloat16", 4, 32.0
+    decoder, frozen = load_hf(model, dtype="bfloat16")
+    lora = lora_of(config, decoder)
+    rng = np.random.default_rng(0)
+    adapter = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), lora.adapter(None))
+    config.lora.adapter = str(tmp_path / "adapter")
+    write_adapter(config.lora.adapter, adapter, lora, model=model, base=fingerprint(frozen))
+    wanted = to_hf(lora.join(adapter, frozen), decoder, "bfloat16")
+    found = run_weights(config, str(tmp_path), 0)
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    base = to_hf(frozen, decoder, "bfloat16")
+    assert any(not np.array_equal(found[name], base[name]) for name in base)
+    assert key_of(config, str(tmp_path), 0, {}) != key_of(config, "", 0, {})
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_other_environments_are_asked_as_those_of_a_mixture(tmp_path, monkeypatch, file):
+    parts = "".join(
+        f"    config.mixture[{name!r}] = EnvironmentConfig(name='arithmetic', prompt_suffix=' Answer:', "
+        f"verifier_seconds={seconds}.0)\n"
+        for name, seconds in (("one", 60), ("two", 70))
+    )
+    path = tmp_path / "mixture.py"
+    path.write_text(
+        "from scalerl_jax.config import Config, EnvironmentConfig\n\n\ndef get_config():\n"
+        f"    config = Config()\n{parts}    return config\n"
+    )
+    (tmp_path / "config.json").write_text(to_json(load_file(str(path))))
+    values = flags.FlagValues()
+    for name, value in {"model": "policy" * file, "workdir": str(tmp_path) * (not file), "steps": "all"}.items():
+        flags.DEFINE_string(name, value, "", flag_values=values)
+    for name in ("samples", "prompts"):
+        flags.DEFINE_integer(name, 0, "", flag_values=values)
+    flags.DEFINE_list("environment", ["arithmetic"], "", flag_values=values)
+    values([""])
+    monkeypatch.setattr(evaluation_request, "FLAGS", values)
+    given = GivenConfig(str(path) if file else "", ())
+    differ = r"config.mixture.one.verifier_seconds=60.0, config.mixture.two.verifier_seconds=70.0"
+    with pytest.raises(UserError, match=differ):
+        evaluation_request.asked(given)
+    config = evaluation_request.asked(dataclasses.replace(given, overrides=(("environment.verifier_seconds", "80"),)))
+    assert (config.environment.prompt_suffix, config.environment.verifier_seconds) == (" Answer:", 80)
+    assert config.mixture == {}
 
 
 @pytest.mark.slow

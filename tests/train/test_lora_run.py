@@ -17,7 +17,7 @@ from tests.support.runs import config_of
 
 LORA = (
     "--config.lora.rank=4", "--config.lora.targets=all-linear", "--config.optimizer.learning_rate=1e-3",
-    "--config.model.sync_dtype=bfloat16",
+    "--config.model.sync_dtype=bfloat16", "--config.sft.model_path=before-the-warm-start",
 )  # fmt: skip
 
 
