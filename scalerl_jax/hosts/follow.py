@@ -166,7 +166,13 @@ def _loop(other: OtherHost, trainer: Trainer, checkpoints: Checkpoints, sender: 
                 assert isinstance(pending, Pending)
                 rate, values = frame.fields["learning_rate"], frame.fields["optimizer"]
                 optimizer = OptimizerConfig(**values) if values is not None else None
-                trainer.optim_step(pending, learning_rate=rate, optimizer=optimizer)
+                try:
+                    trainer.optim_step(pending, learning_rate=rate, optimizer=optimizer)
+                except FloatingPointError:
+                    # The first host has the same norm, and ends all with its code once it has written the reason down.
+                    while (frame := other.next()).kind != "end":
+                        pass
+                    return _ended(frame)
             case "score":
                 trainer.score(received.finish(frame)[0])
             case "version":

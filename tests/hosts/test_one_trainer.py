@@ -96,6 +96,17 @@ def test_a_frozen_host_ends_all(tmp_path: pathlib.Path, hosts, flags, model, rol
         assert run.runs[frozen].wait() in (LOST, -signal.SIGABRT), run.outputs()
 
 
+def test_a_gradient_that_is_not_finite_ends_all_with_its_code(tmp_path, hosts, flags, model, rollouts):  # noqa: F811
+    """All of them find it at the same time, and the first one still writes down why the run ends."""
+    flags = [*flags, *UNPROBED, "--config.max_steps=8", "--config.learner.micro_batch_rows=2",
+             "--config.optimizer.learning_rate=1e30", "--config.checkpoint.on_collapse=stop"]  # fmt: skip
+    with serve(tmp_path, 1, *REPLAY, f"--model={model}", f"--replay_file={rollouts}") as addresses:
+        run = hosts(tmp_path / "run", 2, *flags, f"--servers={addresses[0]}")
+        assert run.wait() == [3, 3], run.outputs()
+    assert "the gradient norm is nan" in run.first.output()
+    assert (pathlib.Path(run.workdir) / "collapse.json").exists()
+
+
 def test_a_killed_first_host_ends_all_and_the_same_command_goes_on(tmp_path, hosts, flags, model, rollouts):  # noqa: F811
     """From the checkpoint before the newest, which is damaged: all hosts pass over it."""
     flags = [*flags, *UNPROBED, "--config.max_steps=30", "--config.learner.micro_batch_rows=2"]
