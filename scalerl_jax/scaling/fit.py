@@ -112,6 +112,7 @@ class Run:
     reward: np.ndarray  # [N]
     fit: SigmoidFit
     rate: float | None = None  # device-hours per unit of compute, over the whole run; None: not known
+    x: str = ""  # the column that compute was read from
 
     @property
     def points(self) -> Points:

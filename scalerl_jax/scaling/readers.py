@@ -44,6 +44,7 @@ class RunPoints:
     table: Table
     rows: np.ndarray  # [N] of the table
     remarks: tuple[str, ...]
+    x: str  # column of the compute
     task: str = ""
     hours: float | None = None  # device-hours up to the last row, for a run folder with x = RUN_FOLDER_X
 
@@ -147,6 +148,9 @@ def read_runs(
         if x_here is None or y_here is None:
             flag = "x" if x_here is None else "y"
             raise InputError(f"{table.source}: --{flag} is needed; the columns are {table.listed()}")
+        if runs and x_here != runs[0].x:
+            there = f"{runs[0].x!r} in {runs[0].source}"
+            raise InputError(f"{table.source}: --x is needed: by default it is {x_here!r} here, and {there}")
         if task_column is not None:
             _require(table, task_column, "task_column")
         name, seed = _label(table.source if logged else path, seeds_by_folder)
@@ -287,7 +291,7 @@ def _one_run(
     if x == RUN_FOLDER_X and RUN_FOLDER_HOURS in table.cells and os.path.basename(table.source) == RUN_FOLDER_FILE:
         spent, state = columns.get(RUN_FOLDER_HOURS)
         hours = float(spent[rows[-1]]) if rows.size and state[rows[-1]] == cells_lib.GOOD else None
-    return RunPoints(name, seed, compute[rows], one_reward, counts, table, rows, tuple(remarks), hours=hours)
+    return RunPoints(name, seed, compute[rows], one_reward, counts, table, rows, tuple(remarks), x, hours=hours)
 
 
 def _counts(columns: _Columns, rows: np.ndarray, counted: tuple[str, str]) -> Counts:

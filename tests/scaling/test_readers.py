@@ -333,6 +333,14 @@ def test_the_log_of_transformers_trainers(tmp_path):
         np.testing.assert_array_equal(run.compute, [10, 20])
         np.testing.assert_array_equal(run.reward, [0.25, 0.5])
         assert run.place(1).endswith("trainer_state.json: log entry 4")
+        assert run.x == "step"
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "evals.jsonl").write_text('{"step": 1, "device_hours": 0.5, "eval_reward": 0.25}\n')
+    both = [str(tmp_path / "ours"), str(folder)]
+    assert one(both[0], x=None, y="eval_reward").x == "typical_hours"
+    with pytest.raises(readers.InputError, match="--x is needed: by default it is 'step' here, and 'typical_hours' in"):
+        readers.read_runs(both, x=None, y="eval_reward")
+    assert [run.x for run in readers.read_runs(both, x="step", y="eval_reward")] == ["step", "step"]
     with pytest.raises(
         readers.InputError, match="--y is needed; the columns are step, loss, reward, epoch, eval_reward"
     ):

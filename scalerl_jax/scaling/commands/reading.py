@@ -32,9 +32,9 @@ def check_arguments(paths: Sequence[str], name: str) -> str:
     return given.OUT.value
 
 
-def axis_labels() -> tuple[str, str]:
-    """Labels of compute and of the score, from the flags."""
-    x_name = units.axis_name(given.X.value or readers.RUN_FOLDER_X)
+def axis_labels(x: str) -> tuple[str, str]:
+    """Labels of compute, read from column x, and of the score."""
+    x_name = units.axis_name(x)
     unit = units.conversion(given.X_UNIT.value)[1]
     return f"{x_name}, in {unit}" if unit else x_name, given.Y.value or readers.RUN_FOLDER_Y
 

@@ -91,7 +91,7 @@ def main(paths: Sequence[str]) -> None:
     for fraction in FRACTIONS:
         terminal.print_line(console, judged.identified_sentence(found, sigmoids, fraction))
     document: dict[str, Any] = {
-        "x": reading.axis_labels()[0],
+        "x": reading.axis_labels(evaluations[0].x)[0],
         "runs": len(runs),
         "recipes": len(recipes),
         "tasks": len(tasks),

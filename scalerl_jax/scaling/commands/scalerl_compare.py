@@ -97,7 +97,7 @@ def main(paths: Sequence[str]) -> None:
         plan = None if given.PLAN_BUDGET.value is None else _plan(runs, given.PLAN_BUDGET.value, seed)
 
     # ------------------------------------------------------------------ print
-    label, y_label = reading.axis_labels()
+    label, y_label = reading.axis_labels(runs[0].x)
     for line in remarks:
         terminal.print_line(console, line)
     if found is not None:

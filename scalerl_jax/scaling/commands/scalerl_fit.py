@@ -60,7 +60,7 @@ def main(paths: Sequence[str]) -> None:
         path = given.CALIBRATION.value
         calibration = default_calibration() if path is None else read_calibration(path)
     fitted = read_and_fit(paths, remarks)
-    label, y_label = reading.axis_labels()
+    label, y_label = reading.axis_labels(fitted[0].x)
     ahead = [_ahead(one, calibration, label) for one in fitted]
 
     # ------------------------------------------------------------------ print
@@ -193,7 +193,7 @@ def _fit(name: str, members: list[readers.RunPoints], factor: float, initial, un
             place, text = place_of(int(named[1])), text.replace(named[0], "")
         raise UserError(f"{place}: {text}") from error
     rate = readers.hours_rate(members)
-    return Run(name, compute, reward, fit, None if rate is None else rate / factor)
+    return Run(name, compute, reward, fit, None if rate is None else rate / factor, members[0].x)
 
 
 def _table(fitted: list[Run], label: str, width: int) -> Table:

@@ -111,6 +111,18 @@ def test_seeds_are_those_of_one_folder(tmp_path, monkeypatch):
         assert entry["asymptote"] == pytest.approx(TABLE_1[row][2], abs=1e-3)
 
 
+def test_checkpoints_of_transformers_are_by_their_steps(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "base" / "checkpoint-16000"
+    folder.mkdir(parents=True)
+    log = [{"step": c, "eval_acc": s} for c, s in zip(COMPUTE[::2], curve(COMPUTE[::2], *TABLE_1["8gen"]).tolist())]
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    fits = run_here(monkeypatch, tmp_path, [f"base/{folder.name}"], y="eval_acc", target=0.5, out="out")
+    assert fits["base"]["asymptote"] == pytest.approx(TABLE_1["8gen"][2], abs=1e-3)
+    assert json.loads((tmp_path / "out/fit.json").read_text())["x"] == "step"
+    told = capsys.readouterr().out
+    assert "C is step;" in told and re.search(r"reaches 0.5 at \S+ step", told) and "hours" not in told
+
+
 @pytest.mark.slow
 def test_one_scale_for_all_runs_of_a_call(tmp_path, monkeypatch):
     """A run whose rewards all lie above 0 is still on the scale of the one beside it."""
