@@ -63,12 +63,14 @@ class Contender:
 def contender(name: str, points: Points, *, count: int, seed: int) -> Contender:
     """Draws `count` curves of a run. Raises ValueError if the noise cannot be estimated from the points."""
     curves = draw_sigmoids(points, count=count, seed=seed)
+    # Within each run: seeds by the clock have their evaluations beside each other's.
+    gaps = np.concatenate([np.diff(np.unique(points.compute[points.run == one])) for one in np.unique(points.run)])
     return Contender(
         name,
         curves,
         evaluation_variance=float(np.median(points.variance)) * float(np.median(curves.dispersion)),
         reached=points.most,
-        spacing=float(np.median(np.diff(np.unique(points.compute)))),
+        spacing=float(np.median(gaps)) if gaps.size else points.most,
         seeds=len(np.unique(points.run)),
     )
 

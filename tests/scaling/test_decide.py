@@ -115,6 +115,15 @@ def test_three_points_without_counts_leave_much_possible():
     assert 0.45 < low < 0.7 < 0.85 < high <= 1 and found.evaluation_variance > 0
 
 
+def test_seeds_that_are_not_evaluated_at_the_same_compute_have_the_spacing_of_one():
+    compute = np.concatenate([COMPUTE[1:], 1.001 * COMPUTE[1:]])
+    scores = curve(compute, *TABLE_1["ScaleRL"]) + 0.004 * np.random.default_rng(0).standard_normal(len(compute))
+    points = check_points(compute, scores, initial_reward=0.4, run=[0] * 31 + [1] * 31)
+    found = decide.contender("ScaleRL", points, count=CURVES, seed=0)
+    assert found.seeds == 2
+    assert found.spacing == pytest.approx(SPACING, rel=0.01)
+
+
 def test_a_choice_that_is_safe_needs_no_experiment(passes):
     runs = [contender("ScaleRL", passes["ScaleRL"], 8192), contender("GRPO", passes["GRPO"], 8192, seed=1)]
     found = plan(runs, 8000, at=16_000)

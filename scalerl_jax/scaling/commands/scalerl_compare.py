@@ -114,7 +114,7 @@ def main(paths: Sequence[str]) -> None:
         terminal.print_line(console, f"{plan.reason}.")
         for run in runs:
             extra = {} if plan.recommended is None else plan.recommended.extra
-            _print_hours(console, run, run.reached + extra[run.name] if run.name in extra else None)
+            _print_hours(console, run, run.reached + extra[run.name] / run.seeds if run.name in extra else None)
 
     # ------------------------------------------------------------------ write
     figure = None
@@ -131,9 +131,10 @@ def main(paths: Sequence[str]) -> None:
 
 
 def _print_hours(console: Console, run: Run, compute: float | None) -> None:
-    """Prints the device-hours of so much compute of a run, if its rows have them."""
+    """Prints the device-hours of so much compute of a run (of each seed), if its rows have them."""
     if compute is not None and (cost := hours(compute, run.rate)):
-        terminal.print_line(console, f"{run.name}: to {short_number(compute)}{cost}.")
+        each = f"each of {run.seeds} seeds " if run.seeds > 1 else ""
+        terminal.print_line(console, f"{run.name}: {each}to {short_number(compute)}{cost}.")
 
 
 def _forecast(run: Run, target: float | None) -> Forecast:

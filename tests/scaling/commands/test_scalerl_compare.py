@@ -10,6 +10,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from scalerl_jax.cli.entry import UserError
+from scalerl_jax.scaling import decide
 from scalerl_jax.scaling.commands import scalerl_compare
 from tests.scaling.simulated import FIGURE_2, LEAVE_ONE_OUT, TABLE_1, curve, sampled_passes
 from tests.support.processes import run_command
@@ -96,6 +97,22 @@ def test_two_run_folders_with_forecast_and_plan(folder):
     assert "C is typical device-hours" in done.stdout
     (pair,) = written["pairs"]
     assert pair["first"] == "a"
+
+
+def test_an_extension_is_shared_by_the_seeds_of_a_run(folder, monkeypatch, capsys):
+    for name in "ab":
+        for seed in range(2):
+            (folder / f"runs/{name}/{seed}").mkdir(parents=True)
+            (folder / f"runs/{name}/{seed}/evals.jsonl").write_bytes((folder / name / "evals.jsonl").read_bytes())
+    extension = decide.Extension({"b": 8000.0}, wrong=0.1, regret=0.01)
+    plan = decide.Plan(None, 0.02, "a", 0.3, 0.02, {"a": 0.7, "b": 0.3}, [extension], extension, "extend b by 8000")
+    monkeypatch.setattr(scalerl_compare, "_plan", lambda *_: plan)
+    monkeypatch.setattr(scalerl_compare, "compare", lambda *_, **__: None)
+    monkeypatch.chdir(folder)
+    paths = [f"runs/{name}/{seed}" for name in "ab" for seed in range(2)]
+    in_process(*paths, x=None, y=None, seeds="folder", plan_budget=8000.0, out="out/seeds")
+    told = capsys.readouterr().out
+    assert "\nb: each of 2 seeds to 8.096k; up to there about 8.1k device-hours at this run's rate.\n" in told
 
 
 def test_one_run_can_be_forecast(folder, monkeypatch):
