@@ -196,6 +196,8 @@ def fit_sigmoid(
         estimate, ssr = paper_estimate(points, asymptote_grid, midpoint_grid, falls)
     else:
         estimate, ssr = least_squares_estimate(data, cells, least_squares.free())
+    if word == trend.RISING and estimate[0] <= estimate[3]:  # the test lets a measured R0 move, the estimate does not
+        word = trend.FALLING
     intervals = state.intervals(LEVEL, estimate)
     identified, needed, why, laws = False, np.inf, "", None
     if word == trend.RISING:

@@ -99,7 +99,7 @@ def compute_to_reach(target, *, asymptote, exponent, midpoint, initial_reward):
 
 def _odds(reward, asymptote, initial_reward):
     """Whether a score is strictly between R0 and A, and if so the ratio of gain so far to gain left."""
-    share = (reward - initial_reward) / (asymptote - initial_reward)
+    share = jnp.divide(reward - initial_reward, asymptote - initial_reward)  # A may be R0
     inside = (share > 0) & (share < 1)
     return inside, jnp.where(inside, share, 0.5) / (1 - jnp.where(inside, share, 0.5))
 

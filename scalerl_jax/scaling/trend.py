@@ -50,7 +50,10 @@ def sentence(trend: str, points: Points) -> str:
         )
     means = [mean for _, mean in _groups(points)]
     start = [points.initial] if points.initial_mode != "free" or points.initial_rows else []
-    return f"the reward falls from {max([*start, *means[:-1]]):.3f} to {means[-1]:.3f}: no rising sigmoid fits"
+    highest = max([*start, *means[:-1]])
+    if means[-1] >= highest:
+        return "the fitted curve does not rise above R0: no rising sigmoid fits"
+    return f"the reward falls from {highest:.3f} to {means[-1]:.3f}: no rising sigmoid fits"
 
 
 def _explains(state: FitState) -> bool:

@@ -66,6 +66,12 @@ def test_compute_to_reach_is_the_inverse(p, share):
         assert float(law.compute_to_reach(p["initial_reward"], **p)) == 0.0
 
 
+def test_a_curve_without_gain_reaches_nothing_above_r0():
+    p = {"asymptote": 0.25, "exponent": 1.92, "midpoint": 2542.0, "initial_reward": 0.25}
+    assert float(law.compute_to_reach(0.3, **p)) == np.inf
+    assert float(law.compute_to_reach(0.25, **p)) == 0.0
+
+
 def test_straightened_form_has_slope_b():
     p = {"asymptote": 0.61, "exponent": 1.92, "midpoint": 2542.0, "initial_reward": 0.4}
     with double_precision():

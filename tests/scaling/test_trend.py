@@ -49,6 +49,24 @@ def test_falling_points_fall(r0):
     assert fit.verdict.startswith("the reward falls from 0.") and fit.verdict.endswith(": no rising sigmoid fits")
 
 
+@pytest.mark.parametrize(
+    ("initial", "said"),
+    [
+        (0.30, "the reward falls from 0.300 to 0.27"),  # the last points lie below R0
+        (0.27, "the fitted curve does not rise above R0"),  # they do not, but most do
+    ],
+)
+def test_a_curve_that_ends_below_r0_falls(initial, said):
+    """R0 is held; were it fitted, the others would rise."""
+    compute = np.arange(25.0)
+    scores = 0.2 + 0.1 * compute / (compute + 8) + 0.003 * np.random.default_rng(0).standard_normal(25)
+    scores[0] = initial
+    fit = fit_sigmoid(compute, scores)
+    assert fit.asymptote <= fit.initial_reward and not fit.rises and not fit.identified and fit.laws is None
+    assert fit.verdict.startswith(said) and fit.verdict.endswith(": no rising sigmoid fits")
+    assert fit_sigmoid(compute, scores, initial_reward="fit").rises
+
+
 def test_a_collapse_after_a_rise_is_a_fall():
     scores = np.interp(COMPUTE, [0, 8000, 10_000, 16_000], [0.4, 0.6, 0.35, 0.1]) + noise(1)
     fit = fit_sigmoid(COMPUTE, scores)
