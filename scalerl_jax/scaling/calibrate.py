@@ -37,8 +37,10 @@ _AGREE = 3.0  # runs agree up to so many standard errors of their mean square di
 _LEAST_ALIKE = 5  # evaluations in the range of compute that both runs cover
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class CompleteRun:
+    """Compared by identity: runs of several files may have one name."""
+
     name: str
     recipe: str  # runs of one recipe differ in their seed
     task: str
@@ -105,7 +107,7 @@ def calibrate(densities: Densities, chosen: Sequence[int] | None = None) -> Cali
     *logs, log_rate = fits[growth].x
     weights = np.exp(logs - logsumexp(logs)).reshape(len(LAWS), len(SCALES))
     prior = {name: tuple(row.tolist()) for name, row in zip(LAWS, weights)}
-    runs = len({densities.given[index].run.name for index in chosen})
+    runs = len({densities.given[index].run for index in chosen})
     return Calibration(prior, growth, float(np.exp(log_rate)), runs)
 
 
@@ -203,25 +205,24 @@ def agree(first: CompleteRun, second: CompleteRun) -> bool:
 def leave_one_out(given: Sequence[Case], *, tick: Callable[[], None] = lambda: None) -> list[dict[str, ForecastScore]]:
     """Scores of each case, with a calibration on the runs of other tasks (of other recipes, if there is only one task)
     that do not agree with the judged run. Calls `tick` after each run. Raises ValueError if no runs are left."""
-    runs = {case.run.name: case.run for case in given}
+    runs = list(dict.fromkeys(case.run for case in given))
     if not runs:
         raise ValueError("no run has points enough")
-    what = "task" if len({run.task for run in runs.values()}) > 1 else "recipe"
-    if len({getattr(run, what) for run in runs.values()}) < 2:
-        one = next(iter(runs.values()))
-        raise ValueError(f"all runs are of one recipe, {one.recipe!r}: none is left to judge it by")
-    densities, made = Densities(given), dict[tuple[str, ...], Calibration]()
+    what = "task" if len({run.task for run in runs}) > 1 else "recipe"
+    if len({getattr(run, what) for run in runs}) < 2:
+        raise ValueError(f"all runs are of one recipe, {runs[0].recipe!r}: none is left to judge it by")
+    densities, made = Densities(given), dict[tuple[CompleteRun, ...], Calibration]()
     found: list[dict[str, ForecastScore]] = [{} for _ in given]
-    for run in runs.values():
-        others = [other for other in runs.values() if getattr(other, what) != getattr(run, what)]
-        names = tuple(other.name for other in others if not agree(run, other))
-        if not names:
+    for run in runs:
+        others = [other for other in runs if getattr(other, what) != getattr(run, what)]
+        by = tuple(other for other in others if not agree(run, other))
+        if not by:
             raise ValueError(f"every run of another {what} agrees with {run.name!r}: none is left to judge it by")
-        if names not in made:
-            made[names] = calibrate(densities, [i for i, case in enumerate(given) if case.run.name in names])
+        if by not in made:
+            made[by] = calibrate(densities, [i for i, case in enumerate(given) if case.run in by])
         for index, case in enumerate(given):
-            if case.run.name == run.name:
-                found[index] = judge(case, made[names])
+            if case.run is run:
+                found[index] = judge(case, made[by])
         tick()
     return found
 

@@ -32,6 +32,11 @@ def law_runs(count=6, bend=0.0):
     return runs
 
 
+def with_tasks(cases, task_of):
+    runs = {case.run: dataclasses.replace(case.run, task=task_of(case.run.name)) for case in cases}
+    return [dataclasses.replace(case, run=runs[case.run]) for case in cases]
+
+
 @pytest.fixture(scope="module")
 def on_the_law():
     return calibrate.cases(law_runs())
@@ -121,10 +126,7 @@ def test_a_run_has_no_say_in_its_own_judgement(on_the_law):
 
 
 def test_each_task_counts_as_much_as_any_other(on_the_law):
-    given = [
-        dataclasses.replace(case, run=dataclasses.replace(case.run, task="few" if case.run.name == "run 0" else "many"))
-        for case in on_the_law
-    ]
+    given = with_tasks(on_the_law, lambda name: "few" if name == "run 0" else "many")
     densities = calibrate.Densities(given)
     whole, few, many = (_cost(densities, chosen) for chosen in (range(len(given)), range(3), range(3, len(given))))
     at = whole[1] + 0.5 * np.random.default_rng(0).standard_normal(len(whole[1]))
@@ -140,16 +142,33 @@ def test_a_run_is_judged_by_other_tasks_and_by_no_run_that_agrees_with_it(on_the
     scores = curve(COMPUTE, *TABLE_1["ScaleRL"])
     twin = calibrate.cases([run_of("twin", "another", scores, seed=77, task="b")])
     runs = {case.run.name: case.run for case in on_the_law}
-    given = [
-        dataclasses.replace(case, run=dataclasses.replace(case.run, task="b" if case.run.name == "run 5" else "a"))
-        for case in on_the_law
-    ] + twin
+    given = with_tasks(on_the_law, lambda name: "b" if name == "run 5" else "a") + twin
     assert calibrate.agree(runs["run 0"], twin[0].run) and not calibrate.agree(runs["run 1"], twin[0].run)
     found = calibrate.leave_one_out(given)
     alone = [case for case in given if case.run.name == "run 5"]
     assert found[0] == calibrate.judge(given[0], calibrate.calibrate(calibrate.Densities(alone)))
     both = calibrate.calibrate(calibrate.Densities([*alone, *twin]))
     assert found[3] == calibrate.judge(given[3], both)
+
+
+def test_runs_of_one_name_are_judged_apart(monkeypatch):
+    """Two tasks have runs of the same names: each is judged by those of the other task, and by all of these."""
+    monkeypatch.setattr(calibrate.average, "hindsight", lambda *_: {})
+    monkeypatch.setattr(calibrate.average, "hindsight_of_end", lambda _: None)
+    monkeypatch.setattr(calibrate, "Densities", lambda given: given)
+    monkeypatch.setattr(
+        calibrate, "calibrate", lambda given, chosen: {(given[i].run.name, given[i].run.task) for i in chosen}
+    )
+    monkeypatch.setattr(calibrate, "judge", lambda case, others: (case.run, others))
+    runs = [
+        run_of(recipe, recipe, (0.5 if task == "b" else 1) * curve(COMPUTE, *TABLE_1[recipe]), seed=i, task=task)
+        for i, (task, recipe) in enumerate((task, recipe) for task in "ab" for recipe in ("ScaleRL", "8gen"))
+    ]
+    found = calibrate.leave_one_out(calibrate.cases(runs))
+    assert [run for run, _ in found] == [run for run in runs for _ in calibrate.FRACTIONS]
+    for run, others in found:
+        other = "b" if run.task == "a" else "a"
+        assert others == {("ScaleRL", other), ("8gen", other)}
 
 
 def test_runs_of_one_truth_agree_and_those_of_two_do_not():
