@@ -230,4 +230,6 @@ def leave_one_out(given: Sequence[Case], *, tick: Callable[[], None] = lambda: N
 def whole_run(name: str, recipe: str, compute, passes, trials, *, task: str = "") -> CompleteRun:
     """Makes a CompleteRun. compute [N], one of them 0; passes and trials [N]. Raises ValueError naming a wrong row."""
     passes, trials = np.asarray(passes, np.float64), np.asarray(trials, np.float64)
+    if np.all(compute):
+        raise ValueError("no row at compute 0 to take R0 from: evaluate before the first step")
     return CompleteRun(name, recipe, task, check_points(compute, passes / trials, counts=(passes, trials)))

@@ -45,6 +45,7 @@ class RunPoints:
     rows: np.ndarray  # [N] of the table
     remarks: tuple[str, ...]
     x: str  # column of the compute
+    folder: str = ""  # that holds the run, or the seeds of a run by folder
     task: str = ""
     hours: float | None = None  # device-hours up to the last row, for a run folder with x = RUN_FOLDER_X
 
@@ -153,11 +154,18 @@ def read_runs(
             raise InputError(f"{table.source}: --x is needed: by default it is {x_here!r} here, and {there}")
         if task_column is not None:
             _require(table, task_column, "task_column")
-        name, seed = _label(table.source if logged else path, seeds_by_folder)
+        name, seed, folder = _label(table.source if logged else path, seeds_by_folder)
+        given = (
+            ("run_column", run_column), ("seed_column", seed_column), ("passes", passes_column),
+            ("trials", trials_column),
+        )  # fmt: skip
         wide = [c for c in table.columns if c.endswith(f" - {y_here}")]
         every, counts = np.arange(len(table)), None
         if wide and y_here not in table.columns:
             # A table exported from a chart of Weights & Biases: one column for each run, "RUN - METRIC".
+            for flag, column in given:
+                if column is not None:
+                    raise InputError(f"{table.source}: --{flag}={column}: the export of a chart has no such column")
             for column in _made_of(x_here):
                 _require(table, column, "x")
             for column in wide:
@@ -168,10 +176,7 @@ def read_runs(
                     )
             parts = [(c, c.removesuffix(f" - {y_here}"), seed, every, None) for c in wide]
         else:
-            for flag, asked_for in (
-                *(("x", column) for column in _made_of(x_here)), ("y", y_here), ("run_column", run_column),
-                ("seed_column", seed_column), ("passes", passes_column), ("trials", trials_column),
-            ):  # fmt: skip
+            for flag, asked_for in (*(("x", column) for column in _made_of(x_here)), ("y", y_here), *given):
                 if asked_for is not None:
                     _require(table, asked_for, flag)
             if passes_column is not None and trials_column is not None:
@@ -190,7 +195,7 @@ def read_runs(
         for score, of_run, of_seed, chosen, counted in parts:
             one = _one_run(columns, chosen, x_here, score, of_run, of_seed, counted, duplicates)
             task = table.cells[task_column][int(one.rows[0])] if task_column is not None else ""
-            runs.append(dataclasses.replace(one, task=str(task)))
+            runs.append(dataclasses.replace(one, task=str(task), folder=folder))
         table.cells.clear()  # they are converted; the table is only needed for the places of rows
     return runs
 
@@ -214,8 +219,8 @@ def _by_label(
     return {label: np.array(rows) for label, rows in groups.items()}
 
 
-def _label(path: str, seeds_by_folder: bool) -> tuple[str, str]:
-    """Run and seed of a file, from its path."""
+def _label(path: str, seeds_by_folder: bool) -> tuple[str, str, str]:
+    """Run and seed of a file, from its path, and the folder around it, which names the run if its files are seeds."""
     whole = os.path.abspath(path)
     if tfevents.is_event_file(whole) or os.path.basename(whole) in (RUN_FOLDER_FILE, TRAINER_STATE_FILE):
         whole = os.path.dirname(whole)
@@ -225,7 +230,8 @@ def _label(path: str, seeds_by_folder: bool) -> tuple[str, str]:
     stem = os.path.basename(whole)
     if not os.path.isdir(whole):
         stem = os.path.splitext(stem.removesuffix(".gz"))[0]
-    return (os.path.basename(os.path.dirname(whole)), stem) if seeds_by_folder else (stem, "")
+    folder = os.path.dirname(whole)
+    return (os.path.basename(folder), stem, folder) if seeds_by_folder else (stem, "", folder)
 
 
 def _one_run(

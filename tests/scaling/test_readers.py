@@ -56,6 +56,10 @@ def test_chart_export_has_a_column_for_each_run(tmp_path):
     )
     runs = readers.read_runs([str(tmp_path / "chart.csv")], x="Step", y="eval/acc")
     assert [run.name for run in runs] == ["lr-1", "lr-2"]
+    for name in ("run_column", "seed_column", "passes_column", "trials_column"):
+        flag = name if name[0] in "rs" else name.removesuffix("_column")
+        with pytest.raises(readers.InputError, match=f"chart.csv: --{flag}=Step: the export of a chart has no"):
+            readers.read_runs([str(tmp_path / "chart.csv")], x="Step", y="eval/acc", **{name: "Step"})
     np.testing.assert_array_equal(runs[0].reward, [0.4, 0.5])
     np.testing.assert_array_equal(runs[1].reward, [0.41])
 
@@ -150,6 +154,9 @@ def test_tensorboard_folder(tmp_path):
     np.testing.assert_array_equal(run.compute, [0, 10, 20, 30])
     np.testing.assert_allclose(run.reward, [0.4, 0.5, 0.6, 0.7], rtol=1e-6)
     (path,) = tfevents.event_files(str(tmp_path))
+    for seed in (tmp_path, path):
+        run = one(seed, x="step", y="eval/acc", seeds_by_folder=True)
+        assert (run.name, run.seed, run.folder) == (tmp_path.parent.name, tmp_path.name, str(tmp_path.parent))
     np.testing.assert_allclose(one(path, x="step", y="gpu_hours").reward, [3.0])
     # A record that is still being written is not there yet; one that is damaged is said.
     file = pathlib.Path(path)

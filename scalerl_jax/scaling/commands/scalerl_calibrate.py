@@ -54,6 +54,11 @@ def main(paths: Sequence[str]) -> None:
     for flag in (given.PASSES, given.TRIALS):
         if flag.value is None:
             raise UserError(f"--{flag.name}: no column given; without counts the noise of an evaluation is not known")
+    for ignored in (given.R0, given.BURN_IN, given.FIT_UNTIL, given.GRID, given.BOOTSTRAP, given.TARGET):
+        if ignored.value != ignored.default:
+            raise UserError(
+                f"--{ignored.name}: is not for scalerl-calibrate, which takes R0 and all evaluations from the rows"
+            )
     path = given.CALIBRATION.value
     with user_mistakes():
         numbers = read_calibration(path) if path is not None else None

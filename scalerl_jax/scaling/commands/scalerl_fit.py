@@ -11,7 +11,6 @@ with one line and exit code 2 before a file is written.
 """
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from rich.table import Table
 from scalerl_jax.cli import command_flags
 from scalerl_jax.cli import fit_flags as given
 from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
-from scalerl_jax.scaling import fit_sigmoid, readers, tables, units
+from scalerl_jax.scaling import fit_sigmoid, readers, units
 from scalerl_jax.scaling.average import Calibration, average_forecast, default_calibration, read_calibration
 from scalerl_jax.scaling.backtest import HALF, LEVEL, hours, judged, of_asymptote, statement
 from scalerl_jax.scaling.commands import reading, terminal, watch
@@ -122,13 +121,18 @@ def read_and_fit(paths: Sequence[str], remarks: list[str], *, parts_too: bool = 
 
 
 def _seeds_together(evaluations: list[readers.RunPoints]) -> dict[str, list[readers.RunPoints]]:
-    """Runs by unique name, each with its seeds."""
+    """Runs by unique name, each with its seeds. Raises UserError where two files have the same seed of a run."""
     groups: dict[tuple[str, str], list[readers.RunPoints]] = {}
     for index, one in enumerate(evaluations):
-        place = os.path.dirname(os.path.abspath(one.source))
-        if os.path.basename(one.source) == tables.RUN_FOLDER_FILE:
-            place = os.path.dirname(place)
-        apart = place if given.SEEDS.value == "folder" else "" if given.SEED_COLUMN.value else str(index)
+        if given.SEEDS.value == "folder":
+            apart = one.folder
+        elif given.SEED_COLUMN.value is None:
+            apart = str(index)
+        else:  # only a column tells that rows of several files are of one run
+            apart = one.source if given.RUN_COLUMN.value is None else ""
+            for other in groups.get((one.name, apart), ()):
+                if other.seed == one.seed:
+                    raise UserError(f"{one.source}: seed {one.seed!r} of {one.name!r} is in {other.source} too")
         groups.setdefault((one.name, apart), []).append(one)
     named: dict[str, list[readers.RunPoints]] = {}
     names = [name for name, _ in groups]

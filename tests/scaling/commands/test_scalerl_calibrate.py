@@ -32,6 +32,8 @@ def folder(tmp_path_factory):
     begun = ["32k,0,0,0.4,1600,4000", "32k,0,100,0.4,1600,4000"]
     (path / "bank.csv").write_text("\n".join([head, *lines]) + "\n")
     (path / "begun.csv").write_text("\n".join([head, *begun]) + "\n")
+    (path / "late.csv").write_text("\n".join([head, *lines[1:17]]) + "\n")
+    (path / "chart.csv").write_text("Step,a - acc,b - acc\n0,.2,.2\n1,.3,.3\n2,.4,.4\n")
     (path / "one.csv").write_text("\n".join([head, *lines[:34]]) + "\n")
     return path
 
@@ -113,6 +115,18 @@ def test_the_file_is_what_scalerl_fit_takes(calibrated, folder):
         (["one.csv", *READ], "all runs are of one recipe, 'ScaleRL': none is left to judge it by"),
         (["begun.csv", *READ], "no run has points enough"),
         (["none.csv", *READ], "none.csv"),
+        (
+            ["late.csv", *READ],
+            "late.csv: ScaleRL 0: no row at compute 0 to take R0 from: evaluate before the first step",
+        ),
+        (
+            ["bank.csv", *READ, "--r0=fit"],
+            "--r0: is not for scalerl-calibrate, which takes R0 and all evaluations from the rows",
+        ),
+        (
+            ["chart.csv", "--x=Step", "--y=acc", "--passes=p", "--trials=n"],
+            "chart.csv: --passes=p: the export of a chart has no",
+        ),
     ],
 )
 def test_a_mistake_ends_with_code_2_one_line_and_no_file(arguments, said, folder):

@@ -11,6 +11,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from scalerl_jax.cli.entry import UserError
+from scalerl_jax.scaling import readers
 from scalerl_jax.scaling.commands import scalerl_fit
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 from tests.support.processes import run_command
@@ -112,15 +113,38 @@ def test_seeds_are_those_of_one_folder(tmp_path, monkeypatch):
 
 
 def test_checkpoints_of_transformers_are_by_their_steps(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "base" / "checkpoint-16000"
-    folder.mkdir(parents=True)
     log = [{"step": c, "eval_acc": s} for c, s in zip(COMPUTE[::2], curve(COMPUTE[::2], *TABLE_1["8gen"]).tolist())]
-    (folder / "trainer_state.json").write_text(json.dumps({"log_history": log}))
-    fits = run_here(monkeypatch, tmp_path, [f"base/{folder.name}"], y="eval_acc", target=0.5, out="out")
+    paths = [f"base/seed{seed}/checkpoint-16000/trainer_state.json" for seed in range(2)]
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(json.dumps({"log_history": log}))
+    fits = run_here(monkeypatch, tmp_path, paths, y="eval_acc", seeds="folder", target=0.5, out="out")
+    assert list(fits) == ["base"] and fits["base"]["seeds"] == 2
     assert fits["base"]["asymptote"] == pytest.approx(TABLE_1["8gen"][2], abs=1e-3)
     assert json.loads((tmp_path / "out/fit.json").read_text())["x"] == "step"
     told = capsys.readouterr().out
     assert "C is step;" in told and re.search(r"reaches 0.5 at \S+ step", told) and "hours" not in told
+
+
+def test_seeds_by_column_are_those_of_one_run(tmp_path, monkeypatch):
+    """Files without a column that names their run are runs of their own, whatever their seeds are called."""
+    monkeypatch.chdir(tmp_path)
+    for name, seeds in (("plain", "01"), ("new", "01"), ("more", "2")):
+        rows = [f"base,{seed},{c},{c / 10}" for seed in seeds for c in range(4)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["r,s,x,y", *rows]) + "\n")
+
+    def together(*paths, **columns):
+        flags.FLAGS.mark_as_parsed()
+        with flagsaver.flagsaver(seed_column="s", **columns):
+            groups = scalerl_fit._seeds_together(readers.read_runs(paths, x="x", y="y", seed_column="s", **columns))
+        return {name: [(one.source, one.seed) for one in members] for name, members in groups.items()}
+
+    both = [("plain.csv", "0"), ("plain.csv", "1")]
+    assert together("plain.csv", "new.csv") == {"plain": both, "new": [("new.csv", "0"), ("new.csv", "1")]}
+    assert together("plain.csv", "more.csv", run_column="r") == {"base": [*both, ("more.csv", "2")]}
+    for paths in (("plain.csv", "new.csv"), ("plain.csv", "plain.csv")):
+        with pytest.raises(UserError, match=f"{paths[1]}: seed '0' of 'base' is in plain.csv too"):
+            together(*paths, run_column="r")
 
 
 @pytest.mark.slow
