@@ -75,14 +75,14 @@ class Tinker:
             ("POST", "/weights_info", _of_body(self._weights_info)),
             ("GET", "/get_server_capabilities", _of_path(self._capabilities)),
             ("GET", "/samplers/{name}", _of_path(self._sampler)),
-            ("GET", "/sessions", _of_path(self._sessions)),
+            ("GET", "/sessions", _of_page("sessions", self._sessions)),
             ("GET", "/sessions/{name}", _of_path(self._session)),
-            ("GET", "/training_runs", _of_path(self._runs)),
+            ("GET", "/training_runs", _of_page("training_runs", self._runs)),
             ("GET", "/training_runs/{name}", _of_path(self._run)),
-            ("GET", "/training_runs/{name}/checkpoints", _of_path(self._checkpoints)),
+            ("GET", "/training_runs/{name}/checkpoints", _of_page("checkpoints", self._checkpoints)),
             ("DELETE", "/training_runs/{name}/checkpoints/{checkpoint:path}", self._delete_checkpoint),
             ("PUT", "/training_runs/{name}/checkpoints/{checkpoint:path}/ttl", self._set_expiry),
-            ("GET", "/checkpoints", _of_path(self._checkpoints)),
+            ("GET", "/checkpoints", _of_page("checkpoints", self._checkpoints)),
             ("GET", "/futures/{name}/versions", _of_path(self._versions)),
             ("POST", "/create_model", _of_call(self._create_model)),
             ("POST", "/load_weights", _of_call(self._load_weights)),
@@ -189,17 +189,16 @@ class Tinker:
         found = {"base_model": self._names[0], "is_lora": model["rank"] > 0, "lora_rank": model["rank"]}
         return {**found, **trained, "optimizer_config": {"type": _ADAM}}
 
-    def _sessions(self) -> Answer:
-        return {"sessions": [row["id"] for row in self._store.rows("sessions")]}
+    def _sessions(self) -> list[str]:
+        return [row["id"] for row in self._store.rows("sessions")]
 
     def _session(self, name: str) -> Answer:
         session = self._row("sessions", name)["id"]
         runs, samplers = (self._store.rows(table, session=session) for table in ("models", "samplers"))
         return {"training_run_ids": [row["id"] for row in runs], "sampler_ids": [row["id"] for row in samplers]}
 
-    def _runs(self) -> Answer:
-        runs = [self._run_fields(row) for row in self._store.rows("models")]
-        return {"training_runs": runs, "cursor": {"offset": 0, "limit": len(runs), "total_count": len(runs)}}
+    def _runs(self) -> list[Answer]:
+        return [self._run_fields(row) for row in self._store.rows("models")]
 
     def _run(self, name: str) -> Answer:
         return self._run_fields(self._row("models", name))
@@ -215,9 +214,9 @@ class Tinker:
             "last_request_time": _date(row["created"]),
         }
 
-    def _checkpoints(self, name: str | None = None) -> Answer:
+    def _checkpoints(self, name: str | None = None) -> list[Answer]:
         """Those of one run, or all."""
-        found = [
+        return [
             {
                 "checkpoint_id": row["id"].split("/", 3)[3],
                 "checkpoint_type": row["kind"],
@@ -229,7 +228,6 @@ class Tinker:
             }
             for row in self._store.rows("checkpoints", **({} if name is None else {"model": name}))
         ]
-        return {"checkpoints": found}
 
     async def _delete_checkpoint(self, request: Request) -> Response:
         self._forget(self._named_checkpoint(request))
@@ -392,6 +390,22 @@ def _of_path(serve: Callable[..., Answer]) -> Serve:
 
     async def answer(request: Request) -> Response:
         return JSONResponse(serve(**request.path_params))
+
+    return answer
+
+
+def _of_page(what: str, serve: Callable[..., list[Any]]) -> Serve:
+    """Answers with the part of a list that the query's offset and limit ask for; by default all of it."""
+
+    async def answer(request: Request) -> Response:
+        found = serve(**request.path_params)
+        cursor = {"offset": 0, "limit": len(found), "total_count": len(found)}
+        for name in ("offset", "limit"):
+            if (value := request.query_params.get(name)) is not None:
+                if not re.fullmatch("[0-9]{1,18}", value):
+                    raise bad(f"{name}: must be a whole number of at least 0")
+                cursor[name] = int(value)
+        return JSONResponse({what: found[cursor["offset"] :][: cursor["limit"]], "cursor": cursor})
 
     return answer
 

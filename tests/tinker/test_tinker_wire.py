@@ -373,3 +373,43 @@ def test_a_client_hears_which_run_it_waits_for(tmp_path, monkeypatch):
             assert await heard() == {"error": "no", "category": "user"}
 
     asyncio.run(talk())
+
+
+def test_listings_are_in_pages(tmp_path):
+    store = Store(str(tmp_path))
+    runs, saved = [], []
+    for number in range(5):
+        session = store.new_session({})
+        runs.append(f"{session}:train:0")
+        store.put("models", id=runs[-1], session=session, created=float(number), rank=0, seed=0, body="{}")
+        saved.append(f"tinker://{runs[-1]}/weights/w")
+        store.put(
+            "checkpoints", id=saved[-1], model=runs[-1], kind="training", folder="", created=0.0, bytes=1,
+            body=json.dumps({"user_metadata": None}),
+        )  # fmt: skip
+    tinker = tinker_app.Tinker(store, None, None, family="", capacity=lambda: 8, folder="", names=("m",), token="")
+
+    async def talk() -> None:
+        transport, key = httpx.ASGITransport(tinker.app()), {"x-api-key": "tml-x"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://here/api/v1", headers=key) as http:
+            for path, what, name, wanted in (
+                ("sessions", "sessions", None, [run.split(":")[0] for run in runs]),
+                ("training_runs", "training_runs", "training_run_id", runs),
+                ("checkpoints", "checkpoints", "tinker_path", saved),
+                (f"training_runs/{runs[2]}/checkpoints", "checkpoints", "tinker_path", saved[2:3]),
+            ):
+                for query, offset, limit in (
+                    ({}, 0, len(wanted)),
+                    ({"limit": 2}, 0, 2),
+                    ({"limit": 2, "offset": 4}, 4, 2),
+                ):
+                    page = (await http.get(path, params=query)).json()
+                    found = [one if name is None else one[name] for one in page[what]]
+                    assert found == wanted[offset : offset + limit]
+                    assert page["cursor"] == {"offset": offset, "limit": limit, "total_count": len(wanted)}
+                for query in ({"limit": -1}, {"limit": ""}, {"offset": "1.5"}, {"offset": "9" * 5000}):
+                    refused = await http.get(path, params=query)
+                    assert refused.status_code == 400
+                    assert refused.json()["detail"] == f"{next(iter(query))}: must be a whole number of at least 0"
+
+    asyncio.run(talk())
