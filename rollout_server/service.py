@@ -54,8 +54,8 @@ MAXIMUM_SCORES = 8
 # A ScoreMany call that sends nothing for so long ends, to free its place.
 SCORE_STALL_SECONDS = 60.0
 
-# Versions that may be received at once: the trainer's, and those of trainers about to disconnect.
-MAXIMUM_PUSHES = 16
+# Parts of versions that may be received at once: those of the trainer's version, and as many that are about to end.
+MAXIMUM_PUSHES = 2 * limits.MAXIMUM_PARTS
 
 # Status calls, which are quick, and Generate calls beyond those that can get a slot or a place: these are refused.
 SPARE_CALLS = 64
@@ -270,9 +270,10 @@ def bounds(info: EngineInfo) -> dict[str, Bound]:
 
 
 def longest_header(info: EngineInfo) -> int:
-    """Most bytes of the header of a version of this model."""
+    """Most bytes of the header of a version of this model, or of a part of one."""
     tensors = sum(len(name.encode()) + 32 + 12 * len(shape) + 64 for name, shape in info.tensors.items())
-    return 2**12 + tensors
+    block = sum(8 + 2 * sum(size.bit_length() // 7 + 1 for size in shape) for shape in info.tensors.values())
+    return 2**12 + tensors + limits.MAXIMUM_BLOCKS * block
 
 
 class _Health(health.aio.HealthServicer):

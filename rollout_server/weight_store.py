@@ -20,7 +20,7 @@ from rollout_server.engines.engine import Changes, EngineInfo
 from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk, crc32
-from scalerl_jax.contract.limits import MAXIMUM_BLOCKS, MAXIMUM_CHUNK_BYTES, MAXIMUM_PARTS
+from scalerl_jax.contract.limits import MAXIMUM_ALL_BLOCKS, MAXIMUM_BLOCKS, MAXIMUM_CHUNK_BYTES, MAXIMUM_PARTS
 from scalerl_jax.contract.weight_delta import MAXIMUM_DELTA_SHARE, MAXIMUM_ELEMENTS, Change, Sparse, decode, digest
 from scalerl_jax.contract.weight_parts import Block, Blocks, Box, check_box, check_cover
 
@@ -138,13 +138,13 @@ class WeightStore:
 
     def check_parts(self, headers: Sequence[pb.WeightHeader]) -> None:
         """Raises ValueError where these parts of one version take more memory than the weights do, or a tensor has more
-        than MAXIMUM_PARTS blocks."""
+        than MAXIMUM_ALL_BLOCKS blocks."""
         blocks: collections.Counter[str] = collections.Counter()
         for header in headers:
             blocks.update({tensor.name: len(tensor.blocks) for tensor in header.tensors})
         name, most = max(blocks.items(), key=lambda item: item[1], default=("", 0))
-        if most > MAXIMUM_PARTS:
-            raise ValueError(f"tensor {name}: {most} blocks of all parts, more than {MAXIMUM_PARTS}")
+        if most > MAXIMUM_ALL_BLOCKS:
+            raise ValueError(f"tensor {name}: {most} blocks of all parts, more than {MAXIMUM_ALL_BLOCKS}")
         if (size := sum(header.payload_bytes for header in headers)) > self._payload_bytes:
             raise ValueError(f"parts of {size} bytes together, the tensors take {self._payload_bytes}")
 

@@ -11,11 +11,12 @@ MAXIMUM_MESSAGE_BYTES = 64 * 2**20
 # The longest message that a server accepts: a chunk and its envelope, the longest of all that is sent to it.
 MAXIMUM_REQUEST_BYTES = MAXIMUM_CHUNK_BYTES + 2**16
 
-# Hosts of one trainer, each of which sends a part of a version.
-MAXIMUM_PARTS = 4096
+# Hosts of one trainer, each of which sends a part of a version, in a call that is open until all parts are there.
+MAXIMUM_PARTS = 256
 
-# Of one tensor in one part: what a host's devices hold of it.
-MAXIMUM_BLOCKS = 1024
+# Of one tensor: in one part, one for each of a host's devices; in all parts together.
+MAXIMUM_BLOCKS = 64
+MAXIMUM_ALL_BLOCKS = 4096
 
 # The name of a group is returned with every completion of it.
 MAXIMUM_NAME_CHARACTERS = 512

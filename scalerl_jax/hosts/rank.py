@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 
+from scalerl_jax.contract.limits import MAXIMUM_PARTS
 from scalerl_jax.system import maintenance
 
 PORT = 8471
@@ -76,6 +77,8 @@ def find(
             found = dataclasses.replace(found, coordinator=coordinator)
     if not 0 <= found.index < found.count:
         raise ValueError(f"host {found.index} of {found.count} (by {found.found_by}): the first is 0")
+    if found.count > MAXIMUM_PARTS:
+        raise ValueError(f"{found.count} hosts (by {found.found_by}): at most {MAXIMUM_PARTS}")
     address = _HOST_PORT.fullmatch(found.coordinator)
     if address is None or not 0 < int(address[1]) < 65536:
         raise ValueError(f"--coordinator={found.coordinator}: not host:port")

@@ -77,6 +77,7 @@ def test_one_host(how: str, environment) -> None:
         ("one", {"count": 2}, {}, "--host_count: does not go with --hosts=one"),
         ("slurm", {"index": 1}, SLURM, "--host_index: does not go with --hosts=slurm"),
         ("given", {"coordinator": "a:1", "count": 2, "index": 2}, {}, "host 2 of 2"),
+        ("given", {"coordinator": "a:1", "count": 257, "index": 0}, {}, r"257 hosts \(by flags\): at most 256"),
         ("given", {"coordinator": "a", "count": 2, "index": 1}, {}, "--coordinator=a: not host:port"),
         ("given", {"coordinator": "a:99999", "count": 2, "index": 1}, {}, "not host:port"),
         ("jobset", {}, {"JOBSET_NAME": "run"}, "--hosts=jobset: the environment has no JOBSET_REPLICATED_JOB_NAME"),

@@ -112,6 +112,10 @@ async def test_the_longest_request_there_is_fits(make_replay: MakeReplay) -> Non
         assert len(await served.generate(wanted)) == 192
         header = Push(served.stub, codec.Version(1, 1), random_weights(engine, 1)).header
         assert header.ByteSize() < service.longest_header(engine.info)
+        for tensor in header.tensors:  # a host's part, cut as finely as can be
+            box = pb.Block(start=tensor.shape, size=tensor.shape)
+            tensor.blocks.extend([box] * limits.MAXIMUM_BLOCKS)
+        assert header.ByteSize() < service.longest_header(engine.info)
         k = limits.MAXIMUM_SCORE_IDS // 100_000 - 1  # as engine_info has it
         sequence = codec.ScoreRequest(np.zeros(100_000, np.int32), 0, k, np.zeros((100_000, k), np.int32))
         message = codec.score_request_to_proto(sequence).SerializeToString()
@@ -202,6 +206,7 @@ async def test_details_are_short_whatever_they_quote(make_replay: MakeReplay, mo
 
 
 async def test_calls_that_wait_leave_room_for_others(make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAXIMUM_PUSHES", 16)
     monkeypatch.setattr(weight_push, "DRAIN_SECONDS", 600.0)  # the first waits until the last is there
     async with serving(make_replay()) as served:
         waiting = [served.stub.PushWeights(timeout=SECONDS) for _ in range(service.MAXIMUM_PUSHES)]

@@ -324,7 +324,7 @@ async def trained(make_replay: Callable[..., ReplayEngine], *, servers: int, hos
         yield trainer, fleet
 
 
-@pytest.mark.parametrize(("servers", "hosts"), [(1, 2), (1, 4), (5, 3)])
+@pytest.mark.parametrize(("servers", "hosts"), [(1, 2), (1, 4), (5, 3), (1, 17)])
 async def test_a_fleet_is_kept_up_by_several_hosts(make_replay, servers: int, hosts: int) -> None:
     """Dense, then deltas; of more servers than one some get all parts from others."""
     async with trained(make_replay, servers=servers, hosts=hosts) as (trainer, fleet):
