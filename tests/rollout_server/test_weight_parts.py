@@ -376,6 +376,47 @@ async def test_a_host_without_the_delta_has_the_version_sent_whole(make_replay) 
         trainer.compare(served)
 
 
+async def test_a_push_that_is_given_up_leaves_the_payload_to_the_others(make_replay) -> None:
+    async with trained(make_replay, servers=2, hosts=2) as (trainer, fleet):
+        trainer.publish()
+        asked, made, go = [], [], asyncio.Event()
+
+        async def to_host(make: Callable[[], dict]) -> dict:
+            made.append(make)
+            await go.wait()
+            return make()
+
+        push, trainer.others[0]._to_host = trainer.others[0].push, to_host
+        trainer.others[0].push = lambda wanted: asked.append(wanted) or push(wanted)
+        given_up, other = (asyncio.create_task(trainer.push(served, None)) for served in fleet)
+        await eventually_async(lambda: len(asked) == 2 and made)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        again = asyncio.create_task(trainer.push(fleet[0], None))
+        await eventually_async(lambda: len(asked) == 3)
+        go.set()
+        await asyncio.gather(other, again)
+        assert len(made) == 1
+        for served in fleet:
+            trainer.compare(served)
+
+
+async def test_a_payload_that_failed_is_made_again(make_replay) -> None:
+    async with trained(make_replay, servers=1, hosts=2) as (trainer, (served,)):
+        trainer.publish()
+        to_host = trainer.others[0]._to_host
+
+        async def fails(make: Callable[[], dict]) -> dict:
+            raise PushRefused("no memory")
+
+        trainer.others[0]._to_host = fails
+        with pytest.raises(PushRefused, match="no memory"):
+            await trainer.push(served, None)
+        trainer.others[0]._to_host = to_host
+        await trainer.push(served, None)
+        trainer.compare(served)
+
+
 async def test_a_newer_version_takes_the_place_of_parts_that_wait(make_replay) -> None:
     async with trained(make_replay, servers=1, hosts=2) as (trainer, (served,)):
         trainer.publish()

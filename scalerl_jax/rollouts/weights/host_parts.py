@@ -9,7 +9,6 @@ The other hosts hold the versions that the first host may still request (`keep`)
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
 
 from scalerl_jax.contract import codec
 from scalerl_jax.contract.rpc import Stub
@@ -66,7 +65,7 @@ class PartPublisher:
         self._connect, self._chunk_bytes, self._to_host = connect, chunk_bytes, to_host
         self._sources: dict[int, Callable[[], TensorBlocks]] = {}
         self._newest = -1
-        self._payloads: dict[tuple[int, int | None, int], Any] = {}
+        self._payloads: dict[tuple[int, int | None, int], asyncio.Task[Payload]] = {}  # incarnation, base, step
         self._deltas = DeltaCache(limit=delta_bytes, event=lambda fields: None, fail=fail)
 
     def close(self) -> None:
@@ -99,13 +98,11 @@ class PartPublisher:
                 await asyncio.sleep(POLL_SECONDS)
         if wanted.step not in self._sources:
             raise PushRefused(f"version {wanted.step} is not held any more")
-        if key not in self._payloads:
-            self._payloads[key] = watched(self._make(wanted), lambda error: None)  # raised by the await below
-        try:
-            return await self._payloads[key]
-        except BaseException:
-            self._payloads.pop(key, None)
-            raise
+        task = self._payloads.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._payloads[key] = watched(self._make(wanted), lambda error: None)  # raised by the await below
+        # Shielded: a push that is given up must not take the payload from the others.
+        return await asyncio.shield(task)
 
     async def _make(self, wanted: PartPush) -> Payload:
         if wanted.base is not None:
