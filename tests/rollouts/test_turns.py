@@ -4,10 +4,13 @@ A replay server's tokens are a function of the request alone, so what was fed ca
 """
 
 import dataclasses
+import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.environments.episode import Reply
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
@@ -128,6 +131,30 @@ def test_every_turn_follows_the_path_so_far_and_is_trained_once(start, played):
     assert numbers == list(range(len(seen)))
     turns = [score.metrics["turns"] for group in seen for score in group.scores]
     assert {1, 2, 3} <= set(turns) <= {1, 2, 3, 4}
+
+
+def test_experts_that_nobody_asked_for_are_dropped(liar, played):
+    """Turns of different shapes cannot be joined."""
+    made, pool = played
+    each = itertools.cycle([1, 2])
+
+    async def generate(request, context, honest):
+        write = context.write
+
+        async def tell(message):
+            fed = (len(request.prompt_token_ids) + len(message.token_ids)) // 4 - 1
+            per_token = next(each)
+            ids = bytes(fed * per_token)
+            message.experts.CopyFrom(pb.Experts(layers=1, experts_per_token=per_token, expert_bytes=1, ids=ids))
+            await write(message)
+
+        await honest(request, SimpleNamespace(write=tell, peer=context.peer, abort=context.abort))
+
+    liar.generate = generate
+    with Trainer(made, [liar], episodes=pool) as trainer:
+        groups = [group for _ in range(2) for group in trainer.update()]
+        assert any(score.metrics["turns"] > 1 for group in groups for score in group.scores)
+        assert all(branch.experts is None for group in groups for c in group.completions for branch in c.branches)
 
 
 @pytest.mark.slow
