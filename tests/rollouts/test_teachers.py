@@ -207,6 +207,17 @@ def test_a_server_that_scores_otherwise_than_it_samples_is_not_met(liar):
         assert "its log-probs differ from those that it samples with by 0.1" in ask.failure()
 
 
+def test_a_vocabulary_beyond_all_numbers_does_not_end_the_run():
+    assert teacher_server.vocabulary_of(f'{{"vocab_size": 1{"0" * 400}}}') == np.inf
+
+
+def test_one_server_is_the_teacher_of_several_runs(liar):
+    """Each lets it sample: a call with the id of an earlier one would end that."""
+    with asking(liar) as one, asking(liar) as other:
+        eventually(lambda: one.admitted() + other.admitted() == 2)
+    assert len({request.group_id for request in liar.asked}) == len(liar.asked) == 2
+
+
 def test_a_server_that_fails_is_left_to_the_others(liar, second, monkeypatch):
     monkeypatch.setattr(teacher_server, "PAUSE_SECONDS", 0.01)
     with asking(liar, second) as ask:

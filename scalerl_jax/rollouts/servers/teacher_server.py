@@ -20,6 +20,7 @@ import json
 import logging
 import math
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 
 import grpc
@@ -67,7 +68,7 @@ def vocabulary_of(model_config: str) -> float:
     """Of a status; infinite if the status does not give it: then the answers are checked alone."""
     try:
         return float(json.loads(model_config)["vocab_size"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return math.inf
 
 
@@ -181,7 +182,8 @@ class TeacherServer:
         tokens = min(REFERENCE_TOKENS, self._context.expected.maximum_tokens - len(prompt))
         request = codec.GroupRequest(
             incarnation=version.incarnation,
-            group_id=f"teacher/{self.address}",
+            # Another run of this teacher asks it too: a call with the id of an earlier one ends that.
+            group_id=f"teacher/{self.address}/{uuid.uuid4().hex}",
             prompt=prompt,
             completions=(codec.CompletionRequest(0, seed=self._config.seed),),
             sampling=codec.Sampling(answer_budget=tokens),
