@@ -23,6 +23,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from scalerl_jax.contract.peer_text import LogLimit
+from scalerl_jax.rollouts.servers.validate_status import MAXIMUM_NAME
 
 FIRST_SECONDS, LONGEST_SECONDS = 1.0, 600.0
 BANISHED_AT = 8
@@ -133,7 +134,7 @@ class Records:
     def of(self, address: str, server_id: str, *, now: float) -> Record:
         """The record of the process that answers there now."""
         processes = self._processes.setdefault(address, {})
-        name = server_id[:64]  # chosen by the server, of any length
+        name = server_id[:MAXIMUM_NAME]  # chosen by the server, of any length
         if name not in processes:
             if processes:
                 before = next(reversed(processes.values()))

@@ -146,7 +146,12 @@ def test_records_are_kept_for_a_bounded_number_of_processes():
     for number in range(KEPT_PROCESSES):
         records.of("a:1", f"{number} " + "x" * 10**6, now=0.0)
     assert records.of("a:1", "first", now=0.0) is not first
-    assert sum(len(name) for name in records._processes["a:1"]) < 100 * KEPT_PROCESSES
+    assert sum(len(name) for name in records._processes["a:1"]) < 300 * KEPT_PROCESSES
+
+
+def test_processes_are_told_apart_by_their_whole_id():
+    records, name = Records(), "x" * 127
+    assert records.of("a:1", name + "1", now=0.0) is not records.of("a:1", name + "2", now=0.0)
 
 
 def test_each_kind_is_told_by_itself():
