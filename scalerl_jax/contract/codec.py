@@ -275,6 +275,9 @@ def completion_from_proto(message: pb.Completion) -> Completion:
         raise ValueError(f"{name}: log-probabilities that are not finite or above 0")
     if message.finish_reason not in FINISH_REASONS:
         raise ValueError(f"{name}: finish reason {message.finish_reason} is unknown")
+    for field in ("versions", "forced"):  # before an object is made of each
+        if (count := len(getattr(message, field))) > len(token_ids):
+            raise ValueError(f"{name}: {count} {field} of {len(token_ids)} tokens")
     versions = tuple((v.step, v.start, v.end) for v in message.versions)
     _check_cover(name, versions, len(token_ids))
     forced = tuple((s.start, s.end) for s in message.forced)

@@ -148,6 +148,15 @@ def test_a_completion_that_breaks_the_contract(change: dict[str, Any], told: str
     assert "'train/3'/2" in str(error.value)
 
 
+@pytest.mark.parametrize("spans", ["versions", "forced"])
+def test_more_spans_than_tokens_are_not_read(spans: str) -> None:
+    """Two bytes are an empty one: millions would take the event loop many seconds."""
+    message = codec.completion_to_proto(good())
+    message.MergeFromString(bytes([0x32 if spans == "versions" else 0x3A, 0]) * 7)
+    with pytest.raises(ValueError, match=rf"'train/3'/2: \d+ {spans} of 6 tokens"):
+        codec.completion_from_proto(message)
+
+
 def test_bytes_that_are_no_arrays() -> None:
     message = codec.completion_to_proto(good())
     message.logprobs += b"\0"
