@@ -66,7 +66,8 @@ def attend(
     """q [B, H, h] over v [B, K, S, h] and k, likewise or with precision.keys_last [B, K, h, S], over positions
     first..position [B] only -> [B, H, h].
 
-    live [B] bool: the others' results mean nothing, and their positions may be past the end. first defaults to 0.
+    live [B] bool: the others' results mean nothing, and their positions may be past the end, as those of a sequence may
+    be that was taken out of the pool. first defaults to 0.
     prompt: attention over positions that are not in k and v.
     """
     slots, heads, size = q.shape
@@ -74,7 +75,8 @@ def attend(
     grouped = q.reshape(slots, kv_heads, heads // kv_heads, size).astype(k.dtype)
     dot: Any = {"precision": Precision(str(k.dtype)).dot, "preferred_element_type": jnp.float32}
     if first is None and live_attention.has_cudnn(v, precision):
-        mixed, total = cudnn.attend_prefixes(grouped, k, v, jnp.where(live, position + 1, 1))
+        lengths = jnp.clip(jnp.where(live, position + 1, 1), 1, length)
+        mixed, total = cudnn.attend_prefixes(grouped, k, v, lengths)
         if prompt is not None:
             own = Partial(total[..., None], jnp.ones_like(total[..., None]), mixed.astype(jnp.float32))
             mixed = _mixed([], [], [own, prompt], dot)

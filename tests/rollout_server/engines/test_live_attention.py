@@ -76,10 +76,11 @@ def formula(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> tup
 
 def test_cudnn_is_given_the_live_part_and_merged_with_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn, "attend_prefixes", formula)
-    slots, heads, group, length, size = 4, 2, 3, 32, 8
+    slots, heads, group, length, size = 6, 2, 3, 32, 8
     q, k, v = arrays((slots, heads * group, size), *[(slots, heads, length, size)] * 2, dtype="float32")
     top, total, mixed = arrays(*[(slots, heads, group, 1)] * 2, (slots, heads, group, size), dtype="float32")
-    position, live = jnp.asarray([0, 7, 31, 40], jnp.int32), jnp.asarray([True, True, True, False])
+    # One whose sequence has left stays live, and may be past the end of a cache that was cut since.
+    position, live = jnp.asarray([0, 7, 31, 40, 40, -2], jnp.int32), jnp.arange(slots) != 3
     precision = DecodePrecision(platform="gpu")
     for prompt in (None, caches.Partial(top, jnp.abs(total), mixed)):
         found = []
