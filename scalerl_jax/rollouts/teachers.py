@@ -212,7 +212,8 @@ class Teachers:
         """Scores by the policy that a generator of the run holds; tries another generator after a failure."""
         seconds, failed = self._config.distill.seconds, ""
         while True:
-            free = [client for client in self._students() if client.scores < STUDENT_CALLS]
+            now = time.monotonic()
+            free = [one for one in self._students() if one.scores < STUDENT_CALLS and one.free_at <= now]
             client = min(free, key=lambda client: (client.address == failed, client.scores), default=None)
             if client is not None:
                 failed = client.address

@@ -7,8 +7,8 @@
                                         anything but the probe
         liar.probe = serve              likewise, to the probe
         liar.push = receive             async def receive(context, honest)
-        liar.score = change             a function of each ScoreReply of ScoreMany, and of its request; what it
-                                        returns is sent, awaited first if that is possible
+        liar.score = change             a function of each ScoreReply of Score and ScoreMany, and of its request; what
+                                        it returns is sent, awaited first if that is possible
 
 The functions run on the liar's own event loop, in its thread.
 """
@@ -112,20 +112,24 @@ class Liar:
             self.calls["PushWeights"] += 1
             await self.push(context, self.service.PushWeights)
 
+        async def score(request: pb.ScoreRequest, context: Any) -> Any:
+            self.calls["scored"] += 1
+            said = self.score(await self.service.Score(request, context), request)
+            if inspect.isawaitable(said):
+                said = await said
+            if isinstance(said, tuple):
+                await context.abort(*said)
+            return said
+
         async def score_many(requests: Any, context: Any) -> Any:
             self.calls["ScoreMany"] += 1
             async for request in requests:
-                self.calls["scored"] += 1
-                said = self.score(await self.service.Score(request, context), request)
-                if inspect.isawaitable(said):
-                    said = await said
-                if isinstance(said, tuple):
-                    await context.abort(*said)
-                yield said
+                yield await score(request, context)
 
         handlers = {
             "Status": grpc.unary_unary_rpc_method_handler(status, pb.StatusRequest.FromString, _bytes),
             "Generate": grpc.unary_stream_rpc_method_handler(generate, pb.GenerateRequest.FromString, _bytes),
+            "Score": grpc.unary_unary_rpc_method_handler(score, pb.ScoreRequest.FromString, _bytes),
             "ScoreMany": grpc.stream_stream_rpc_method_handler(score_many, pb.ScoreRequest.FromString, _bytes),
             "PushWeights": grpc.stream_stream_rpc_method_handler(push, chunks.from_bytes, _bytes),
         }

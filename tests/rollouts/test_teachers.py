@@ -17,7 +17,7 @@ from scalerl_jax.rollouts import teachers as teachers_lib
 from scalerl_jax.rollouts.loop_thread import LoopThread
 from scalerl_jax.rollouts.parity import LIMITS_WITH_EXPERTS
 from scalerl_jax.rollouts.servers import teacher_server
-from scalerl_jax.rollouts.servers.validate_status import Expected
+from scalerl_jax.rollouts.servers.validate_status import Expected, FleetError
 from scalerl_jax.rollouts.teachers import Teachers, Where, where_of
 from tests.rollouts.liar import Liar
 from tests.rollouts.small_trainer import VOCABULARY, Trainer, config, row
@@ -148,7 +148,7 @@ class Student:
     """A generator of the run, as Teachers see it: its most likely tokens are 0, 1, ...; now and then it fails."""
 
     def __init__(self, address: str, *, fails: bool = False):
-        self.address, self.fails, self.asked, self.scores = address, fails, 0, 0
+        self.address, self.fails, self.asked, self.scores, self.free_at = address, fails, 0, 0, 0.0
 
     async def score(self, request: codec.ScoreRequest, *, seconds: float) -> codec.Scores | None:
         self.asked += 1
@@ -170,6 +170,25 @@ def test_the_students_top_k_is_what_the_teacher_is_asked_for(liar, monkeypatch):
             np.concatenate([row(0).token_ids, completion(1).token_ids]), 3, 0, np.tile(np.arange(K), (9, 1))
         )
         np.testing.assert_allclose(scores.top_logprobs[3:], SCRIPT.scores(wanted).target_logprobs, atol=1e-6)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED])
+def test_a_generator_that_cannot_score_is_rejected(liar, second, code):
+    liar.score = lambda reply, _: (code, "not by me")
+    with Trainer(config(distill_teachers={"tutor": "here"}), [liar], teachers=make(second, form="student_topk")) as run:
+        with pytest.raises(FleetError, match=f"server {liar.address} cannot serve this run: {code.name}: not by me"):
+            run.update()
+
+
+def test_a_generator_that_fails_to_score_is_named_and_asked_again(liar, second, monkeypatch, caplog):
+    monkeypatch.setattr(teachers_lib, "PAUSE_SECONDS", 0.01)
+    fails = iter([(grpc.StatusCode.INTERNAL, "out of order")] * 2)
+    liar.score = lambda reply, _: next(fails, reply)
+    with Trainer(config(distill_teachers={"tutor": "here"}), [liar], teachers=make(second, form="student_topk")) as run:
+        (group, *_) = run.update()
+        assert group.teachers[0][0].ids.shape[1] == K
+        line = f"server {liar.address}: fails to score (INTERNAL: out of order)"
+        assert line in caplog.messages and run.states()[liar.address] == "active"
 
 
 LIES: dict[str, tuple[str, Callable[[pb.ScoreReply], pb.ScoreReply]]] = {

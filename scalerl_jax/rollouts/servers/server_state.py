@@ -65,6 +65,8 @@ ANSWERING = (UPDATING, PROBING, CANDIDATE, ACTIVE)
 REJECTED_ANSWER = ("received metadata size exceeds", "CLIENT: ")
 STREAM_REMOVED = "Stream removed ("  # what newer gRPC puts before it
 
+SCORES_FAILED = "fails to score"
+
 Sample = tuple[Row, codec.Completion]
 
 
@@ -294,15 +296,17 @@ class ServerState:
     async def score(self, request: codec.ScoreRequest, *, seconds: float) -> codec.Scores | None:
         """Scores by the policy that it holds; None if they do not arrive. Rejects a server that breaks the contract."""
         self.scores += 1
+        record = self.record
         try:
             reply = await self._stub.Score(codec.score_request_to_proto(request), timeout=seconds)
             if reply is None:
                 raise ValueError("scores that cannot be decoded")
-            return codec.scores_from_proto(reply, request, vocabulary=self._context.servers.vocabulary)
-        except ValueError as error:
-            self.reject(f"server {self.address} breaks the contract: {error}")
-        except grpc.aio.AioRpcError as error:
-            _log.debug("server %s does not score: %s", self.address, describe(error))
+            scores = codec.scores_from_proto(reply, request, vocabulary=self._context.servers.vocabulary)
+            record.forgive(SCORES_FAILED)
+            return scores
+        except (ValueError, grpc.aio.AioRpcError) as error:
+            if record is self.record and not record.banished:  # that process is there, and was not rejected meanwhile
+                self._failed_to_score(error)
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
@@ -310,6 +314,15 @@ class ServerState:
         finally:
             self.scores -= 1
         return None
+
+    def _failed_to_score(self, error: ValueError | grpc.aio.AioRpcError) -> None:
+        if isinstance(error, ValueError):
+            self.reject(f"server {self.address} breaks the contract: {error}")
+        elif error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
+            self.reject(f"server {self.address} cannot serve this run: {describe(error)}")
+        else:
+            self.hurry()  # if it is gone, the next status shows that
+            self.refuse(SCORES_FAILED, describe(error), log=error.code() is not grpc.StatusCode.UNAVAILABLE)
 
     def _extend_deadlines(self, seconds: float, *, now: float) -> None:
         """Extends the deadlines by `seconds`: the trainer itself was stalled."""
