@@ -133,6 +133,11 @@ class Score:
 WRONG, RIGHT = Score(-1.0, False), Score(1.0, True)
 
 
+def reaches(reward: float, correct_at: float) -> bool:
+    """Whether a reward is at least `correct_at`: terms like 0.7, 0.2 and 0.1 add up to a little less than 1."""
+    return reward >= correct_at - 1e-9
+
+
 class ScorerError(ValueError):
     """Scoring is impossible and ends the run; the message is one line."""
 

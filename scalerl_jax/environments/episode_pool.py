@@ -36,7 +36,7 @@ from typing import Any
 
 from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.environments import parts
-from scalerl_jax.environments.base import Environment, Row, Score, ScorerError
+from scalerl_jax.environments.base import Environment, Row, Score, ScorerError, reaches
 from scalerl_jax.environments.episode import Client, Reply, Step, Trajectory
 from scalerl_jax.environments.prompts import Replies
 from scalerl_jax.environments.scorer_pool import Complaints, row_json
@@ -265,7 +265,7 @@ class EpisodePool:
         reward = sum(connection.rewards)
         correct = last.correct
         if correct is None:
-            correct = reward >= self._settings(row).correct_at
+            correct = reaches(reward, self._settings(row).correct_at)
         return Score(reward, correct, self._end(trajectory, "done"), turns=tuple(connection.rewards))
 
     def _cut(self, trajectory: Trajectory, ended: str, why: str) -> Score:

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from scalerl_jax.config import Config
-from scalerl_jax.environments.base import Environment, Row, Score, ScorerError, shortened
+from scalerl_jax.environments.base import Environment, Row, Score, ScorerError, reaches, shortened
 
 NAME = "reasoning_gym:"
 _VALIDATION_SEED = 20_251_013
@@ -74,7 +74,7 @@ def _score(row: Row, completion: str, *, config: Config) -> Score:
     answer = answer_in(completion)
     data = _data_set(name, seed=seed, size=size, options=options)
     share = float(data.score_answer(answer=answer, entry=entry))
-    correct = share >= min(1.0, config.environment.correct_at) - 1e-9
+    correct = reaches(share, min(1.0, config.environment.correct_at))
     wanted = f", wanted {shortened(row.answer)}" if row.answer else ""
     return Score(
         2 * share - 1, correct, answer=row.answer if correct and row.answer else " ".join(answer.split()),

@@ -28,7 +28,16 @@ from typing import Any
 
 from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.environments import judge, parts, user_code
-from scalerl_jax.environments.base import Completion, Environment, Row, Score, ScorerError, asked, scores_itself
+from scalerl_jax.environments.base import (
+    Completion,
+    Environment,
+    Row,
+    Score,
+    ScorerError,
+    asked,
+    reaches,
+    scores_itself,
+)
 from scalerl_jax.environments.user_functions import UserFunction
 
 OWN, JUDGE = "environment", "judge"
@@ -143,7 +152,7 @@ def _sum(
             metrics[f"rewards/{names[given]}/errors"] = 0.0
     alone = next(iter(scores.values())) if len(scores) == 1 else None
     decides = scores.get(OWN, alone)
-    correct = decides.correct if decides is not None else reward >= correct_at - 1e-9
+    correct = decides.correct if decides is not None else reaches(reward, correct_at)
     answers = [scores[given].answer for given in (OWN, *scores) if given in scores]
     answer = next((answer for answer in answers if answer is not None), None)
     if alone is not None:

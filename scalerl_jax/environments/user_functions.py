@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from scalerl_jax.environments import user_code
-from scalerl_jax.environments.base import Score, ScoreFailed, ScorerError
+from scalerl_jax.environments.base import Score, ScoreFailed, ScorerError, reaches
 
 CLOSING_SECONDS = 1.0  # by clock, for what an interrupted coroutine still does
 AGAIN_SECONDS = 0.1  # between two interruptions, in case a bare `except:` swallows one
@@ -159,7 +159,7 @@ def to_score(value: Any, *, correct_at: float) -> Score:
         raise ValueError("a number too large for a reward") from None
     if not math.isfinite(reward):
         raise ValueError(f"{reward}, not a finite number")
-    return Score(reward, reward >= correct_at - 1e-9)  # weights like 0.7, 0.2 and 0.1 add up to a little less than 1
+    return Score(reward, reaches(reward, correct_at))
 
 
 def _checked(score: Score) -> Score:

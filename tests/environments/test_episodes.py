@@ -46,9 +46,10 @@ class Echo:
         if turn == "odd": return 5
         if turn == "long": raise ValueError("x" * 10_000_000)
         if turn == "done":
-            right = {"done": True, "reward": 0.75, "metrics": {"drawn": self.drawn}}
+            right = {"done": True, "reward": self.row.extra.get("last", 0.75), "metrics": {"drawn": self.drawn}}
             return right if "correct" not in self.row.extra else right | {"correct": self.row.extra["correct"]}
         if turn.tool_calls: return " and ".join(f"{c.name} {dict(c.arguments)}" for c in turn.tool_calls)
+        if turn[:2] == "0.": return {"messages": ["x"], "reward": float(turn)}
         if turn == "tool": return {"messages": [{"role": "tool", "content": "4"}]}
         if turn == "think": return f"you thought {turn.thinking!r} in {turn.tokens} tokens"
         return {"messages": [f"{self.row.text} {self.turns}: {turn}"], "reward": 0.25}
@@ -179,6 +180,10 @@ def test_the_episodes_of_a_row_draw_the_same_numbers(player):
 def test_correct_is_what_the_last_step_says_or_by_its_reward(tmp_path, player):
     assert not player.say("done").correct  # 0.75 is less than environment.correct_at
     assert Player(player.pool, tmp_path, correct=True).say("done").correct
+    tenths = Player(player.pool, tmp_path, last=0.1)
+    assert (
+        tenths.say("0.7") == tenths.say("0.2") == "x" and tenths.say("done").correct
+    )  # adds up to a little less than 1
 
 
 @pytest.mark.parametrize(
