@@ -123,7 +123,8 @@ class EnvironmentConfig:
     verifier_processes: Positive[int] = 1
     # CPU seconds after which an answer that is still being scored counts as wrong.
     verifier_seconds: Positive[float] = 5.0
-    tool_characters: Positive[int] = 8192  # Characters of a tool's result that the policy gets to read.
+    # Characters of a tool's result that the policy gets to read. All results of a turn have at most 100000 together.
+    tool_characters: Annotated[int, Above(0, up_to=100_000)] = 8192
     # Wall-clock seconds that one step of an episode may take.
     turn_seconds: Positive[float] = 60.0
     # Wall-clock seconds that an episode may take, or one run of an agent; also the CPU seconds of its process. An

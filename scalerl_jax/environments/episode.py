@@ -75,6 +75,10 @@ def as_step(found: object) -> Step:
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
             raise ValueError(f"a message of a step is {message!r}, not {{'role': ..., 'content': ...}}")
+        try:
+            f"{message['role']}\n{message['content']}".encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:  # tokenizers raise TypeError for it
+            raise ValueError("a message of a step is no text: it has half of a surrogate pair") from None
     if not messages and not found.done:
         raise ValueError("a step has no messages, and the episode is not done")
     length = sum(len(message["content"]) for message in messages)

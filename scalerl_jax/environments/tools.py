@@ -6,7 +6,8 @@ A tool is a function, or part of a toolset: tools that share a resource for an e
     a call        <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>, or another format in which the
                   model's chat template writes calls (tool_calls.py)
     the result    a message of the role "tool" for each call, in order: the function's result as text, cut at
-                  environment.tool_characters; or the error, if the call is invalid or the function raises
+                  environment.tool_characters, and where those of a turn exceed LONGEST_REPLY together; or the error, if
+                  the call is invalid or the function raises
 
 The policy receives errors as results; they do not end the episode. Metrics of an episode: tool_calls, tool_errors, and
 tool_errors/NAME for each tool.
@@ -24,7 +25,9 @@ from typing import Any, Protocol, runtime_checkable
 from scalerl_jax.config import EnvironmentConfig
 from scalerl_jax.environments import user_code
 from scalerl_jax.environments.base import Completion, Row, Score, ScorerError, ToolCall
-from scalerl_jax.environments.episode import Step
+from scalerl_jax.environments.episode import LONGEST_REPLY, Step
+
+_CUT = "... (cut)"
 
 
 class OpenTools(Protocol):
@@ -142,6 +145,8 @@ class ToolEpisode:
         return {"tool_calls": self._calls, "tool_errors": self._errors.total(), **errors}
 
     def _results(self, turn: Completion) -> Iterator[str]:
+        cut = _CUT[: LONGEST_REPLY // max(1, len(turn.tool_calls))]
+        left = LONGEST_REPLY - len(cut) * len(turn.tool_calls)
         for call in turn.tool_calls:
             self._calls += 1
             name = ""
@@ -153,7 +158,9 @@ class ToolEpisode:
             except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code raises anything)
                 self._errors[name] += 1
                 result = f"error: {user_code.error_line(error)}"
-            yield result if len(result) <= self._characters else f"{result[: self._characters]}... (cut)"
+            result, most = _text(result), min(self._characters, left)
+            left -= min(len(result), most)
+            yield result if len(result) <= most else result[:most] + cut
 
     def _named(self, call: ToolCall) -> str:
         """The name of the called tool. Raises ValueError if the call is invalid or there is no such tool."""
@@ -181,6 +188,11 @@ class ToolEpisode:
                 line = f"{type(toolset).__name__} cannot be opened: {user_code.error_line(error)}"
                 raise ScorerError(line) from error
         return self._open[id(toolset)]
+
+
+def _text(result: str) -> str:
+    """`result` with U+FFFD for each half of a surrogate pair, which no tokenizer accepts."""
+    return result.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 async def _awaited(value: Any) -> Any:

@@ -392,6 +392,7 @@ def test_a_history_as_the_template_writes_it(tmp_path):
         ({"messages": [{"role": "user"}]}, "a message of a step is"),
         ({"messages": ["x"], "reward": float("nan")}, "not a finite number"),
         ({"messages": ["x" * (LONGEST_REPLY + 1)]}, "100001 characters"),
+        ({"messages": ["x", "\ud83d"]}, "half of a surrogate pair"),
         ({"done": True, "metrics": {"m": float("inf")}}, "not a finite number"),
     ],
 )

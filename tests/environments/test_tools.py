@@ -6,9 +6,10 @@ import functools
 import pytest
 
 from scalerl_jax.config import Config
+from scalerl_jax.config_check import leaf_fault
 from scalerl_jax.environments import Completion as Turn
 from scalerl_jax.environments import Row, Score
-from scalerl_jax.environments.episode import Trajectory
+from scalerl_jax.environments.episode import LONGEST_REPLY, Trajectory, as_step
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.prompts import Prompts
 from scalerl_jax.environments.scorer import Scorer
@@ -97,6 +98,11 @@ def long() -> str:
     return "x" * 100
 
 
+def halves() -> str:
+    """A pair of surrogates, and half of one."""
+    return "\ud83d\ude00\ud83d"
+
+
 class Notes:
     """A toolset: what an episode has noted."""
 
@@ -125,8 +131,11 @@ def score(row: Row, turn: Turn) -> Score:
     return Score(0.5, turn == "right", {"length": len(turn)})
 
 
+TOOLS = (later, broken, leaves, table, long, halves)
+
+
 def episode() -> ToolEpisode:
-    return ToolEpisode(Row("q"), Tools([later, broken, leaves, table, long]), score=score, characters=20)
+    return ToolEpisode(Row("q"), Tools(TOOLS), score=score, characters=20)
 
 
 def results(text: str) -> list[str]:
@@ -151,12 +160,32 @@ def test_what_goes_wrong_is_for_the_policy_to_read():
     assert results(call("later", txt="a"))[0].startswith("error: TypeError")
 
 
+def test_a_result_is_a_text_whatever_the_tool_gives():
+    assert results(call("halves")) == ["\N{GRINNING FACE}\ufffd"]
+    assert "\ud83d" not in results(call("later", text="\ud83d"))[0]
+
+
+def test_the_results_of_a_turn_share_what_a_step_may_say():
+    def said(characters: int, *calls: str) -> list[str]:
+        playing = ToolEpisode(Row("q"), Tools([later, long]), score=score, characters=characters)
+        return [message["content"] for message in as_step(playing.step(with_calls("".join(calls)))).messages]
+
+    most = call("later", text="ab" * (LONGEST_REPLY // 2))
+    assert not leaf_fault("environment.tool_characters", LONGEST_REPLY)
+    assert leaf_fault("environment.tool_characters", LONGEST_REPLY + 1)
+    assert [*map(len, said(LONGEST_REPLY, most))] == [LONGEST_REPLY]
+    first, second, third, last = said(60_000, call("long"), most, most, call("long"))
+    assert first == "x" * 100 and len(second) == 60_009 and third.endswith("ab... (cut)") and last == "... (cut)"
+    assert LONGEST_REPLY - 9 <= len(first + second + third + last) <= LONGEST_REPLY
+    assert len(said(9, call("long") * 12_000)) == 12_000
+
+
 def test_a_turn_without_a_call_is_scored():
     playing = episode()
     playing.step(with_calls(call("later", text="a") + call("broken")))
     step = playing.step(with_calls("right"))
     assert (step.done, step.reward, step.correct) == (True, 0.5, True)
-    names = {f"tool_errors/{name}": int(name == "broken") for name in ("later", "broken", "leaves", "table", "long")}
+    names = {f"tool_errors/{tool.__name__}": int(tool is broken) for tool in TOOLS}
     assert step.metrics == {"length": 5, "tool_calls": 2, "tool_errors": 1, **names}
 
 
