@@ -21,6 +21,7 @@ Replies are cached in memory, and in config.environment.judge.cache, a SQLite fi
 config.environment.verifier_processes calls are made concurrently.
 """
 
+import asyncio
 import collections
 import contextlib
 import hashlib
@@ -30,7 +31,7 @@ import random
 import re
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from scalerl_jax.config import Config
@@ -76,6 +77,7 @@ class Judge:
         self._correct_at = config.environment.correct_at
         self._template = ""
         self._client: Any = None
+        self._runner = asyncio.Runner()
         self._headers: dict[str, Any] = {}
         self._replies: collections.OrderedDict[bytes, str] = collections.OrderedDict()
         self._file: sqlite3.Connection | None = None
@@ -102,12 +104,8 @@ class Judge:
             except (sqlite3.Error, OSError) as error:
                 raise ValueError(f"{where}.cache={self._config.cache}: {error}") from error
         key = os.environ.get(self._config.key_variable, "") if self._config.key_variable else ""
-        self._client = openai.OpenAI(
-            base_url=self._config.url,
-            api_key=key or "none",
-            max_retries=0,
-            timeout=self._config.seconds,
-        )
+        # httpx's own timeout is that of each read.
+        self._client = openai.AsyncOpenAI(base_url=self._config.url, api_key=key or "none", max_retries=0, timeout=None)
         self._headers = {} if key else {"Authorization": openai.Omit()}
         self._repeated(self._list_models)
 
@@ -162,8 +160,8 @@ class Judge:
             self._replies.popitem(last=False)
         return reply
 
-    def _asked(self, question: str) -> str:
-        reply = self._client.chat.completions.create(
+    async def _asked(self, question: str) -> str:
+        reply = await self._client.chat.completions.create(
             model=self._config.model,
             messages=[{"role": "user", "content": question.encode(errors="replace").decode()}],
             max_tokens=self._config.max_tokens,
@@ -175,12 +173,12 @@ class Judge:
             raise _Unreadable(f"the reply has no choices: {_short(str(reply))}")
         return str(choices[0].message.content or "")
 
-    def _list_models(self) -> str:
+    async def _list_models(self) -> str:
         """Checks that a server responds and accepts the key. Raises the exceptions of openai."""
         import openai
 
         try:
-            self._client.models.list(extra_headers=self._headers)
+            await self._client.models.list(extra_headers=self._headers)
         except openai.APIStatusError as error:
             if error.status_code in (401, 403) or error.status_code in _AGAIN or error.status_code >= 500:
                 raise
@@ -188,7 +186,7 @@ class Judge:
             pass  # not every server provides this list
         return ""
 
-    def _repeated(self, call: Any) -> str:
+    def _repeated(self, call: Callable[[], Coroutine[Any, Any, str]]) -> str:
         """Calls with retries. Raises ScorerError, one line."""
         import openai
 
@@ -198,13 +196,15 @@ class Judge:
             if attempt:
                 time.sleep(max(delay, _pause(attempt - 1) * random.uniform(0.5, 1.0)))
             try:
-                return str(call())
+                return self._runner.run(asyncio.wait_for(call(), self._config.seconds))
+            except TimeoutError:
+                reason, delay = f"it took longer than config.environment.judge.seconds={self._config.seconds:g}", 0.0
             except openai.APIStatusError as error:
                 reason, delay = f"{error.status_code}: {_short(error.message)}", _retry_after(error.response.headers)
                 if error.status_code not in _AGAIN and error.status_code < 500:
                     key = "; the key is that of config.environment.judge.key_variable=" + self._config.key_variable
                     raise ScorerError(f"{where}: {reason}{key if error.status_code in (401, 403) else ''}") from error
-            except (openai.APIError, _Unreadable, ValueError) as error:  # no connection, no reply in time, no JSON
+            except (openai.APIError, _Unreadable, ValueError) as error:  # no connection, no JSON
                 cause = error.__cause__ if isinstance(error, openai.APIConnectionError) else None
                 reason, delay = _short(" ".join(f"{error} {cause or ''}".split())), 0.0
         raise ScorerError(f"{where}: no reply in {self._config.retries + 1} calls, the last one said: {reason}")

@@ -17,10 +17,11 @@ from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.scorer_pool import ScorerPool
 
 LATE = "after everything else"
+DRIPS = "newlines for 5 s, then a wrong verdict"
 
 
 class Endpoint:
-    """Replies to each call with the next of `replies`, the last one for ever: a text, a status, or LATE."""
+    """Replies to each call with the next of `replies`, the last one for ever: a text, a status, LATE or DRIPS."""
 
     def __init__(self, *replies):
         self.replies, self.asked, self.headers = list(replies), [], []
@@ -41,20 +42,27 @@ class Endpoint:
                 if reply == LATE:
                     endpoint.over.wait()
                     reply = "yes"
+                before = b""
+                if reply == DRIPS:
+                    before, reply = b"\n" * 100, "no"
                 if isinstance(reply, int):
                     self.say(reply, json.dumps({"error": {"message": f"no {reply}"}}).encode())
                 elif isinstance(reply, bytes):
                     self.say(200, reply)
                 else:
                     message = {"role": "assistant", "content": reply}
-                    self.say(200, json.dumps({"id": "1", "choices": [{"index": 0, "message": message}]}).encode())
+                    body = json.dumps({"id": "1", "choices": [{"index": 0, "message": message}]}).encode()
+                    self.say(200, body, before)
 
-            def say(self, status, body):
+            def say(self, status, body, before=b""):
                 with contextlib.suppress(OSError):
                     self.send_response(status)
                     self.send_header("Content-Type", "application/json")
-                    self.send_header("Content-Length", str(len(body)))
+                    self.send_header("Content-Length", str(len(before + body)))
                     self.end_headers()
+                    for byte in before:
+                        self.wfile.write(bytes([byte]))
+                        endpoint.over.wait(0.05)
                     self.wfile.write(body)
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -185,9 +193,10 @@ def test_a_call_that_fails_is_repeated(endpoint, first):
     assert len(server.asked) == 2
 
 
-def test_a_call_that_takes_too_long_is_repeated(endpoint):
+@pytest.mark.parametrize("first", [LATE, DRIPS])
+def test_a_call_that_takes_too_long_is_repeated(endpoint, first):
     """And so is the next one, where the machine takes that long for it."""
-    server = endpoint(LATE, "yes")
+    server = endpoint(first, "yes")
     assert server.judge(seconds=1.0, retries=100).score(ROW, SAID).correct
     assert len(server.asked) >= 2
 
