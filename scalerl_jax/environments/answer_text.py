@@ -11,6 +11,7 @@
 """
 
 import functools
+import itertools
 import re
 import unicodedata
 
@@ -257,6 +258,26 @@ def _braces(text: str) -> dict[int, int]:
         elif match[0] == "}" and opened:
             found[opened.pop()] = match.start()
     return found
+
+
+def items(text: str) -> list[str]:
+    """The comma-separated items of a list without brackets, or of a set in braces; empty if there is only one."""
+    s = bare(text)
+    s = s[2:-2] if s.startswith("\\{") and s.endswith("\\}") else s
+    depth, found = 0, [""]
+    for character in s:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += character
+    return found if len(found) > 1 else []
+
+
+def in_parentheses(text: str) -> bool:
+    """Whether the parenthesis that opens the text closes at its end."""
+    depths = [*itertools.accumulate((character == "(") - (character == ")") for character in text)]
+    return text.startswith("(") and 0 in depths and depths.index(0) == len(depths) - 1
 
 
 def final_answers(text: str) -> list[str]:

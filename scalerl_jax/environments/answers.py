@@ -23,7 +23,9 @@ from scalerl_jax.environments import answer_text, expressions
 from scalerl_jax.environments.answer_text import (
     bare,
     final_answers,
+    in_parentheses,
     is_mathematics,
+    items,
     operators,
     same_text,
     squeezed,
@@ -115,6 +117,7 @@ _UNIT_BEHIND = re.compile(r"\s*" + answer_text.TEXT_COMMAND + r"\s*\{[A-Za-z /.Â
 _OR = re.compile(
     answer_text.TEXT_COMMAND + r"\s*\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])|\\lor(?![a-zA-Z])|\\vee(?![a-zA-Z])"
 )
+_CONDITION = re.compile(r"\\le|\\ge|<|>|\\cup|\\infty")
 _BUILDER = re.compile(
     r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:|\\colon)(?P<condition>.*)\\\}", re.DOTALL
 )
@@ -393,28 +396,18 @@ def _units_apart(text: str) -> tuple[str, str]:
     return (s[: match.start()], unit) if unit else (text, "")
 
 
-def _items(text: str) -> list[str]:
-    """The comma-separated items of a list without brackets, or of a set in braces; empty if there is only one."""
-    s = bare(text)
-    s = s[2:-2] if s.startswith("\\{") and s.endswith("\\}") else s
-    depth, items = 0, [""]
-    for character in s:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and not depth:
-            items.append("")
-        else:
-            items[-1] += character
-    return items if len(items) > 1 else []
-
-
 def _as_many(gold: str, reading: str) -> bool:
-    """Whether two lists contain each number equally often; a pair in parentheses never equals a set in braces."""
+    """Whether two lists contain each number equally often; a pair in parentheses never equals a set in braces, nor
+    numbers joined by "or"."""
     texts = [bare(text) for text in (gold, reading)]
     in_braces = [text.startswith("\\{") and text.endswith("\\}") for text in texts]
-    in_parentheses = [text.startswith("(") and text.endswith(")") for text in texts]
-    if all("," in text for text in texts) and any(in_braces) and any(in_parentheses):
+    sets = [
+        "," in text if braces else _OR.search(text) and not _CONDITION.search(text)
+        for text, braces in zip(texts, in_braces, strict=True)
+    ]
+    if any(sets) and any("," in text and in_parentheses(text) for text in texts):
         return False
-    lists = [[measure(item) for item in _items(text)] for text in texts]
+    lists = [[measure(item) for item in items(text)] for text in texts]
     if not all(lists) or any(in_braces) or None in (*lists[0], *lists[1]):
         return True
     values = [sorted(found.value for found in each if found is not None) for each in lists]
@@ -436,7 +429,7 @@ def _conditions(text: str) -> list[Any]:
     """The alternatives (relations and sets) of a condition; empty for any other text."""
     s = bare(text)
     builder = _BUILDER.fullmatch(s)
-    if builder is None and not re.search(r"\\le|\\ge|<|>|\\cup|\\infty", s):
+    if builder is None and not _CONDITION.search(s):
         return []
     found = []
     for part in _OR.split(builder["condition"] if builder else s):

@@ -41,6 +41,8 @@ def _denied(gold: Any, given: Any) -> bool:
         or not isinstance(given, sympy.Basic | sympy.MatrixBase)
     ):
         return False
+    if _interval_and_list(gold, given) or _interval_and_list(given, gold):
+        return True
     gold, given = set_of(gold), set_of(given)
     relations, others = _relations(gold), _relations(given)
     if relations and others:
@@ -60,6 +62,18 @@ def _denied(gold: Any, given: Any) -> bool:
     if any(isinstance(one, sympy.Symbol) and len(str(one)) > 1 for one in (gold, given)):
         return False  # a word, which may be a product of letters on the other side
     return not (all(_at_points(gold, given, POINTS[:1])) and all(_at_points(gold, given, POINTS[1:2], real=True)))
+
+
+def _interval_and_list(one: Any, other: Any) -> bool:
+    """Whether they are an interval and a list of numbers: math-verify takes 1 < x < 3 for the interval (1, 3), and that
+    for a pair of numbers."""
+    if not isinstance(other, sympy.FiniteSet | sympy.Tuple) or other.has(sympy.Lt, sympy.Gt):
+        return False
+    if isinstance(one, sympy.Interval):
+        return bool(other.has(sympy.Eq))
+    if isinstance(one, sympy.Eq):  # x in (1, 3), but not (x, y) = (1, 3)
+        return isinstance(one.lhs, sympy.Symbol) and isinstance(one.rhs, sympy.Interval)
+    return isinstance(one, Relational | sympy.And) and one.has(sympy.Lt, sympy.Gt)
 
 
 def identical(gold: Any, given: Any) -> bool:

@@ -49,13 +49,24 @@ WRONG = [
     (r"e^{-50}", r"e^{-49}"), (r"\begin{cases}x=1\\y=2\end{cases}", r"(2,1)"), (r"x=1,y=2", r"(2,1)"),
     (r"(1,2)", r"x=2, y=1"), (r"\begin{cases}x&x>0\\-x&x<0\end{cases}", r"(x,-x)"),
 ]  # fmt: skip
+# Whichever of the two is the gold.
+SAME = [
+    (r"\{(1,2),(2,1)\}", r"(1,2),(2,1)"), (r"\{(1,2),(2,1)\}", r"(2,1) \text{ and } (1,2)"), (r"1<x<3", r"(1,3)"),
+    (r"x\in(1,3)", r"1<x<3"), (r"(1,3)", r"1,3"), (r"(x,y)=(1,3)", r"1,3"), (r"(1,3)", r"x=1, y=3"),
+    (r"x=1 \text{ or } x=3", r"1,3"), (r"(1,\infty)", r"1<x\le 2 \text{ or } x>2"), (r"(2,\infty)", r"\{x \mid x>2\}"),
+]  # fmt: skip
+DIFFERENT = [
+    (r"\{(1,2),(3,4)\}", r"(1,2),(3,5)"), (r"\{1,2\}", r"(1,2)"), (r"1<x<3", r"1,3"), (r"1<x<3", r"\{1,3\}"),
+    (r"1<x<3", r"x=1 \text{ or } x=3"), (r"1<x<3", r"x=1, y=3"), (r"x\in(1,3)", r"1,3"), (r"(1,3)", r"x=1, x=3"),
+    (r"(1,3)", r"x=1 \text{ or } x=3"), (r"(1,3)", r"1 \text{ or } 3"), (r"1\le x\le3", r"1,3"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("gold", "answer"), RIGHT)
+@pytest.mark.parametrize(("gold", "answer"), RIGHT + SAME + [(b, a) for a, b in SAME])
 def test_right(gold: str, answer: str) -> None:
     assert right(f"\\boxed{{{answer}}}", gold)
 
 
-@pytest.mark.parametrize(("gold", "answer"), WRONG)
+@pytest.mark.parametrize(("gold", "answer"), WRONG + DIFFERENT + [(b, a) for a, b in DIFFERENT])
 def test_wrong(gold: str, answer: str) -> None:
     assert not right(f"\\boxed{{{answer}}}", gold)
