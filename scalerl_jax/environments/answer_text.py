@@ -23,9 +23,12 @@ _SYMBOLS = str.maketrans({
     "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "°": r"^\circ ", "±": r"\pm ", "∅": r"\emptyset ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ", "∪": r"\cup ", "∩": r"\cap ",
     "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
-    "²": "^{2}", "³": "^{3}", "¹": "^{1}", "⁰": "^{0}", "⁴": "^{4}", "⁵": "^{5}", "⁶": "^{6}", "⁷": "^{7}",
-    "⁸": "^{8}", "⁹": "^{9}", "’": "'", "‘": "'", "“": '"', "”": '"', "…": "...",
+    "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "‖": "||",
+    "’": "'", "‘": "'", "′": "'", "″": "''", "“": '"', "”": '"', "…": "...",
 })  # fmt: skip
+_RAISED, _LOWERED = re.compile("[⁰¹²³⁴-ⁿ]+"), re.compile("[₀-₉]+")
+# At the end of a one-letter word ! and ' are operators; elsewhere they are punctuation.
+_OPERATOR = re.compile(r"[+*/^=<>|-]|(?<=(?<![\w'\"])[^\W\d_])[!']+(?!\w)|[^\w\s\x00-\x7f]")
 TEXT_COMMAND = (
     r"\\(?:text(?:bf|it|rm|normal|sf|tt|sc)?|mbox|hbox|mathrm|mathbf|mathit|mathsf|mathtt|operatorname\*?|rm|bf)"
 )
@@ -79,7 +82,9 @@ MATRIX = re.compile(r"\\begin\s*\{[a-z]*(?:matrix|array|cases)\*?\}")
 @functools.lru_cache(maxsize=64)  # scoring one completion normalizes the same text many times
 def plain(text: str) -> str:
     """`text` without parts that do not change its meaning, and with one spelling of everything that has several."""
-    s = re.sub(r"(?![0-9])\d", lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_SYMBOLS))
+    s = _RAISED.sub(lambda run: f"^{{{unicodedata.normalize('NFKC', run[0])}}}", text)
+    s = _LOWERED.sub(lambda run: f"_{{{unicodedata.normalize('NFKC', run[0])}}}", s)
+    s = re.sub(r"(?![0-9])\d", lambda digit: str(unicodedata.decimal(digit[0])), s.translate(_SYMBOLS))
     s = s.replace("\\\\", _NEW_ROW)
     s = _mark_money(s)
     s = _DELIMITERS.sub(" ", s)
@@ -163,6 +168,18 @@ def squeezed(text: str) -> str:
     return re.sub(r"(?<![\w]) | (?![\w])", "", s)
 
 
+def subscripts_gone(text: str) -> str:
+    """CO_2 is CO2."""
+    return re.sub(r"[_{}]", "", squeezed(text))
+
+
+def same_primes(a: str, b: str) -> bool:
+    """Whether two formulas have as many primes, which math-verify drops; f'(x) = 2x may be given as 2x."""
+    sides = [bare(text) if "=" in a and "=" in b else bare(text).rpartition("=")[2] for text in (a, b)]
+    counts = [len(re.findall(r"(?<=[a-zA-Z'])'|\\prime(?![a-zA-Z])", side)) for side in sides]
+    return counts[0] == counts[1]
+
+
 def same_text(a: str, b: str) -> bool:
     """Whether both texts are equal except for spaces, delimiters and the like."""
     if max(len(a), len(b)) > LONGEST_COMPARED:
@@ -198,10 +215,12 @@ def is_mathematics(text: str) -> bool:
 
 
 def operators(text: str) -> tuple[str, ...]:
-    """The operators in a text; hyphens between two words, bullets and dashes are not operators."""
-    s = re.sub(r"^\s*-\s+(?=[^\W\d_]{3})", "", unwrapped(plain(text)))
+    """The operators in a text; hyphens between two words, bullets, dashes and emoji are not operators."""
+    s = unicodedata.normalize("NFKC", unwrapped(plain(text)))
+    s = re.sub(r"^\s*(?:-\s+(?=[^\W\d_]{3})|[*←-⇿■-⛿]\s+)", "", s)
     s = re.sub(r"(?<=[^\W\d_]{2})\s*-+\s*(?=[^\W\d_]{2})", " ", s)
-    return tuple(re.findall(r"[+*/^=<>|-]", s))
+    found = _OPERATOR.findall(s)
+    return tuple(one for one in found if one.isascii() or unicodedata.category(one) == "Sm" or "←" <= one <= "⛿")
 
 
 def _short_product(runs: list[str]) -> bool:

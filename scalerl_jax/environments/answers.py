@@ -27,8 +27,10 @@ from scalerl_jax.environments.answer_text import (
     is_mathematics,
     items,
     operators,
+    same_primes,
     same_text,
     squeezed,
+    subscripts_gone,
     unwrapped,
     words,
 )
@@ -171,7 +173,7 @@ def _gives(reading: str, gold: str) -> bool:
     if one is not None:
         return names_choice(reading, one)
     if _LOOKS_LIKE_NUMBERS.fullmatch(squeezed(gold)):
-        return _subscripts_gone(reading) == _subscripts_gone(gold)
+        return subscripts_gone(reading) == subscripts_gone(gold)
     number = measure(gold)
     if number is None:
         (gold, unit), (reading, other) = _units_apart(gold), _units_apart(reading)
@@ -187,6 +189,8 @@ def _gives(reading: str, gold: str) -> bool:
         return False
     if not is_mathematics(reading) and given is None:
         return _same_sets(gold, reading) or _found_in_prose(reading, gold, number)
+    if not same_primes(gold, reading):
+        return False
     same = _same(_parsed(_without_units(gold, number)), _parsed(_without_units(reading, given)))
     return same or _same_sets(gold, reading)
 
@@ -197,7 +201,11 @@ def _gives(reading: str, gold: str) -> bool:
 def letter(gold: str) -> str | None:
     """The letter of a gold answer that is a single choice: B, (B), \\text{B}; else None."""
     found = words(gold)
-    return found[0] if len(found) == 1 and _CHOICE.fullmatch(found[0]) and not is_mathematics(gold) else None
+    return (
+        found[0]
+        if len(found) == 1 and _CHOICE.fullmatch(found[0]) and not (is_mathematics(gold) or operators(gold))
+        else None
+    )
 
 
 def letters(text: str) -> list[str]:
@@ -210,10 +218,11 @@ def letters(text: str) -> list[str]:
 
 def names_choice(reading: str, choice: str) -> bool:
     """Whether `reading` names only this choice (a lower-case letter), optionally followed by the choice's content."""
-    text = re.sub(r"\s+", " ", unwrapped(answer_text.plain(reading))).replace("*", "").strip(" \"'`")
-    found = [word for word in words(text) if word not in ("option", "choice", "answer")]
+    text = re.sub(r"\s+", " ", unwrapped(answer_text.plain(reading))).replace("*", "")
     if operators(text):  # -x
         return False
+    text = text.strip(" \"'`")
+    found = [word for word in words(text) if word not in ("option", "choice", "answer")]
     if found == [choice]:
         return True
     match = answer_text.MARKED_CHOICE.match(text)
@@ -379,11 +388,6 @@ def _without_units(text: str, found: Measure | None) -> str:
     s = re.sub(r"\\\$", "", s)
     s = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", s) if re.fullmatch(r"\D*\d{1,3}(?:,\d{3})+\D*", s) else s
     return _NAMES.sub(r"\\\1 ", s)
-
-
-def _subscripts_gone(text: str) -> str:
-    """CO_2 is CO2."""
-    return re.sub(r"[_{}]", "", squeezed(text))
 
 
 def _units_apart(text: str) -> tuple[str, str]:

@@ -3,7 +3,8 @@
 math-verify treats 2^-99 and 2^-98 as equal, since it chops small parts to zero, and also any two equations without a
 solution; and it does not recognize sqrt(1/n) as 1/sqrt(n).
 
-    denied(a, b)       math-verify calls them equal, but a value differs, or two equations do (_differ)
+    denied(a, b)       math-verify calls them equal, but a value differs, two equations do (_differ), or only one is a
+                       list of numbers (_interval_and_list)
     identical(a, b)    equal to 60 digits wherever both are real
 
 Variables get values that depend only on their names. If an expression has no value, such as a text, or sympy gives up,
