@@ -12,10 +12,12 @@ an iterator becomes a list of its items, and a list, dict or set that a function
 exception of the program is raised in the test, as the built-in of that name or else as a new subclass of Exception.
 
 A test has the standard library, and `raises` and `approx` of pytest. Any name that it does not define is a function of
-the program, which may also be a method of its class Solution.
+the program, which may also be a method of its class Solution. A built-in is one only if the tests leave no other name
+undefined: then it is the one that they call (`assert sum(10, 15) == 6`).
 """
 
 import ast
+import builtins
 import json
 import re
 import sys
@@ -62,11 +64,18 @@ def _scalerl_unpack(value):
     return {"dict": dict, "tuple": tuple, "set": set, "bytes": bytes, "complex": lambda z: complex(*z)}[kind](each)
 """
 
+# Has its own namespace: the program may name its variables as built-ins are.
 _PROGRAM = """
+def _scalerl_run(names, *texts):
+    _scalerl_call.names = names
+    for text in texts:
+        exec(compile(text, "program.py", "exec"), names)
+
 def _scalerl_call(name, arguments, keywords):
-    solution = globals().get("Solution")
+    names = _scalerl_call.names
+    solution = names.get("Solution")
     function = getattr(solution(), name, None) if isinstance(solution, type) else None
-    function = globals()[name] if function is None else function
+    function = names[name] if function is None else function
     arguments, keywords = _scalerl_unpack(arguments), _scalerl_unpack(keywords)
     try:
         given = function(*arguments, **keywords)
@@ -103,7 +112,7 @@ class _ScalerlPytest:
                 return len(wanted) == len(given) and all(map(self.__eq__, given, wanted))
             return math.isclose(given, wanted, rel_tol=self.rel, abs_tol=self.abs)
 
-def _scalerl_test(text, known):
+def _scalerl_test(text, known, own):
     import builtins, random, sys
     answers = iter(known)
     random.seed(0)
@@ -131,7 +140,7 @@ def _scalerl_test(text, known):
 
     class Names(dict):
         def __missing__(self, name):
-            return getattr(builtins, name) if hasattr(builtins, name) else proxy(name)
+            return getattr(builtins, name) if hasattr(builtins, name) and name != own else proxy(name)
 
     class Solution:
         __all__ = ()
@@ -219,24 +228,46 @@ def judge(program: str, tests: Mapping[str, Any], config: SandboxConfig, *, impo
     """
     end = time.monotonic() + config.all_seconds
     limits, count = Limits.of(config), len(tests["cases"])
-    stub = f"{tests['stub']}\n" if tests["stub"] else ""
+    own = _builtin_of_the_program("\n".join([tests["setup"], *(text for text, _ in tests["cases"])]))
+    around = f"_scalerl = {{}}\nexec({_VALUES + _PROGRAM!r}, _scalerl)\n"
+    around += f"_scalerl['_scalerl_run'](globals(), {tests['stub']!r}, {program!r})\n"
+    around += "_scalerl_call = _scalerl['_scalerl_call']"
     with (
-        Sandbox(f"{stub}{program}\n{_VALUES}{_PROGRAM}", limits, function="_scalerl_call", names=imports) as programs,
+        Sandbox(around, limits, function="_scalerl_call", names=imports) as programs,
         Sandbox(f"{_VALUES}{_TEST}_scalerl_imports = {tests['setup']!r}", limits, function="_scalerl_test") as judges,
     ):
         for number, (text, _) in enumerate(tests["cases"]):
-            kind, why = _one(text, programs, judges, end)
+            kind, why = _one(text, own, programs, judges, end)
             if kind != "ok":
                 return kind, number, f"test {number + 1} of {count}: {kind}: {why}"
     return "ok", count, ""
 
 
-def _one(text: str, programs: Sandbox, judges: Sandbox, end: float) -> tuple[str, str]:
+def _builtin_of_the_program(text: str) -> str:
+    """The built-in that is a function of the program in the tests `text`; "" if there is none."""
+    nodes = [*ast.walk(ast.parse(text))]
+    bound = {getattr(node, name, None) for node in nodes for name in ("name", "asname", "module")}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    bound |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    loaded = {node.id for node in names} - bound
+    if "solution" in bound or not all(hasattr(builtins, name) for name in loaded):
+        return ""
+    calls = [
+        (node.func.id, node.args) for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+    checked = [each.id for name, given in calls if name == "check" for each in given if isinstance(each, ast.Name)]
+    called = [name for name in checked or [name for name, _ in calls] if name in loaded]
+    # The outermost, but rather sum than set in set(sum(x)).
+    return min(called, key=lambda name: isinstance(getattr(builtins, name), type), default="")
+
+
+def _one(text: str, own: str, programs: Sandbox, judges: Sandbox, end: float) -> tuple[str, str]:
     known: list[Any] = []
     while len(known) <= MOST_CALLS:
         if (left := end - time.monotonic()) <= 0:
             return "timeout", "its tests took more than all_seconds"
-        outcome = judges.run(json.dumps([text, known]).encode(), seconds=left)
+        outcome = judges.run(json.dumps([text, known, own]).encode(), seconds=left)
         reply, problem = _reply(outcome)
         if reply is None:
             return "crashed" if outcome.kind == "ended" else outcome.kind, f"the test itself: {problem}"

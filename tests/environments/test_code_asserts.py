@@ -23,6 +23,9 @@ if __name__ == "__main__":
 """
 
 
+CHECK = "def check(candidate):\n    assert candidate([1]) == 7 and len('a') == 1\n"
+
+
 def verdict(program, *snippets, limits=SMALL, **options):
     return judge(program, code_asserts.read(snippets, where="here", **options), limits)
 
@@ -114,7 +117,31 @@ def test_a_test_ends():
 @needs_bubblewrap
 def test_what_the_prompt_gives_need_not_be_said_again():
     stub = "from math import pi\n\ndef area(r):\n    return pi * r * r\n\ndef f(r: float):\n    pass"
-    assert verdict("def f(r): return 2 * area(r)", "assert round(f(1), 2) == 6.28", stub=stub).kind == "ok"
+    for before in ("", '"""The area."""\nfrom __future__ import annotations\n'):
+        program = f"{before}def f(r: Any): return 2 * area(r)"
+        assert verdict(program, "assert round(f(1), 2) == 6.28", stub=stub).kind == "ok"
+
+
+@needs_bubblewrap
+def test_a_program_may_name_its_variables_as_it_likes():
+    names = "list, str, isinstance, TypeError, hasattr, dict, getattr, exec, globals, type = [1, 2], 'a', *range(8)"
+    assert verdict(f"{names}\ndef f(x): return {{1: [x]}}, type", "assert f((1, 2)) == ({1: [(1, 2)]}, 7)").kind == "ok"
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("def sum(a, b): return a // b", ["assert sum(10, 15) == 0", "assert sum(15, 10) == 1"]),
+        ("def sum(a, b): return [a // b]", ["x = [15, 10]\nassert set(sum(*x)) == set([1])"]),
+        ("def max(x): return 7", [f"{CHECK}check(max)"]),
+        ("def f(f): return [7]\ndef sum(x): return 0", ["assert sum(f(f=1)) == 7"]),
+        ("def f(x): return 7\ndef len(x): return 0", ["from solution import f\nassert f(1) + len('a') == 8"]),
+    ],
+)  # fmt: skip
+def test_a_function_named_like_a_builtin_is_the_programs_if_tests_call_no_other(program, tests):
+    assert verdict(program, *tests).kind == "ok"
+    assert verdict("def g(x): return x", *tests).kind == "crashed"
 
 
 @pytest.mark.parametrize(
