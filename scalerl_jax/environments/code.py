@@ -7,7 +7,7 @@ The program is the last fenced block that is marked as Python, or else the only 
     ```
 
 A fence consists of backticks or tildes. If its first line is indented, as in a list, that indentation is removed from
-the program.
+the program. As in CommonMark, a fence that is indented by more than 3 further spaces does not end the block.
 
 Rows come from the config's sources (data/), with tests in the column that config.environment.columns.tests names or in
 those of a published layout (code_tests.py).
@@ -116,7 +116,7 @@ def find_program(completion: str) -> str | None:
         if not fence:
             if found:
                 indent, fence, kind, lines = found[1], found[2], found[3].lower(), []
-        elif found and found[2].startswith(fence) and not found[3]:
+        elif found and found[2].startswith(fence) and not found[3] and _columns(found[1]) <= _columns(indent) + 3:
             text, fence = "\n".join(lines), ""
             if kind in _PYTHON:
                 marked.append(text)
@@ -127,6 +127,10 @@ def find_program(completion: str) -> str | None:
     if marked:
         return marked[-1]
     return others[0][1] if len(others) == 1 and not others[0][0] else None
+
+
+def _columns(indent: str) -> int:
+    return len(indent.expandtabs(4))
 
 
 def _less_indented(line: str, indent: str) -> str:

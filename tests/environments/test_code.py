@@ -63,6 +63,13 @@ def row_of(tests=TESTS):
         ("text ```python\nx\n```", None),
         ("```python\r\nx\r\n```\r\n", "x\r"),
         ("```python\n```", ""),
+        (
+            "```python\ndef f():\n    '''\n    ```\n    f()\n    ```\n    '''\n```",
+            "def f():\n    '''\n    ```\n    f()\n    ```\n    '''",
+        ),
+        ("  ```python\n  x\n      ```\n     ```", "x\n    ```"),
+        ("```python\nx\n\t```\n   ```", "x\n\t```"),
+        ("    ```python\n    x\n```", "x"),
         ("~~~python\nx = 1\n~~~", "x = 1"),
         ("~~~python\n1\n```\n2\n~~~~", "1\n```\n2"),
         ("```python\nx\n~~~\n```", "x\n~~~"),
