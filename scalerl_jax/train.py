@@ -273,7 +273,7 @@ def train(config: Config) -> None:
                     # 3. Update. A batch in which no prompt survives changes nothing, but still makes a version.
                     step, trained = number + 1, {}
                     if pending is not None:
-                        trained = off_policy_metrics(batch.segments, logprobs)
+                        trained = off_policy_metrics(batch.segments, logprobs, batch.origins)
                         scale = step_scale(config.optimizer, trained["effective_sample_size_sequence"])
                         rate = scale * learning_rate(config.optimizer, trainer.steps)
                         with guard.update(step):

@@ -326,11 +326,14 @@ def repeated(tokens: np.ndarray) -> float:
     return float(np.count_nonzero(hashes[1:] == hashes[:-1]) / count)
 
 
-def off_policy_metrics(segments: Sequence[Segment], logprobs: Sequence[np.ndarray]) -> dict[str, float]:
+def off_policy_metrics(
+    segments: Sequence[Segment], logprobs: Sequence[np.ndarray], origins: Sequence[tuple[int, int, int]]
+) -> dict[str, float]:
     """Off-policy metrics of the completions that are trained on; {} without any.
 
     Args:
         logprobs: the trainer's, of each segment's tokens: [t] float32; entries beyond the segments are ignored.
+        origins: of each segment, as in Batch: the branches of a completion have one weight together.
     """
     differences = [
         (ours - segment.generator_logprobs)[segment.weights > 0]  # [loss tokens] float32
@@ -341,11 +344,13 @@ def off_policy_metrics(segments: Sequence[Segment], logprobs: Sequence[np.ndarra
         return {}
     # As in the losses: a token that one side finds impossible is one bad token, and must not overflow the rest.
     clipped = [np.clip(part, -MAXIMUM_LOG_RATIO, MAXIMUM_LOG_RATIO) for part in differences]
-    totals = np.array([part.sum(dtype=np.float64) for part in clipped])
+    _, owners = np.unique([origin[:2] for origin in origins], axis=0, return_inverse=True)
+    totals = np.bincount(owners, weights=[part.sum(dtype=np.float64) for part in clipped])
+    tokens = np.bincount(owners, weights=[len(part) for part in clipped])
     return {
         "mismatch_p99": float(np.quantile(np.abs(np.concatenate(differences)), 0.99)),
         "effective_sample_size_sequence": effective_share(totals),
-        "effective_sample_size_geometric": effective_share(totals / [len(part) for part in clipped]),
+        "effective_sample_size_geometric": effective_share(totals / tokens),
     }
 
 

@@ -64,7 +64,12 @@ def _product(hidden: jax.Array, weight: jax.Array, precision: Precision) -> jax.
         product = jax.lax.dot_general(
             hidden, weight, (((hidden.ndim - 1,), (1,)), ((), ())), precision=dot, preferred_element_type=jnp.float32
         )
-    return rounded_to(product, "bfloat16") if precision.head == "bfloat16" else product
+    return as_rounded(product, precision)
+
+
+def as_rounded(logits: jax.Array, precision: Precision) -> jax.Array:
+    """Logits, float32, rounded as precision.head says."""
+    return rounded_to(logits, "bfloat16") if precision.head == "bfloat16" else logits
 
 
 def spread_of(logit: jax.Array, precision: Precision) -> tuple[jax.Array, jax.Array]:

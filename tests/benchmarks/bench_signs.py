@@ -64,12 +64,12 @@ def seconds(work: Callable[[], object]) -> float:
 def measure(prompts: int, size: int, tokens: int) -> dict[str, float]:
     """Seconds of each part."""
     groups = make_groups(prompts, size, tokens)
-    segments = build(groups, ObjectiveConfig(), number=8).segments
+    batch = build(groups, ObjectiveConfig(), number=8)
     rng = np.random.default_rng(1)
-    logprobs = [s.generator_logprobs + rng.normal(0, 0.02, len(s.tokens)).astype(np.float32) for s in segments]
+    logprobs = [s.generator_logprobs + rng.normal(0, 0.02, len(s.tokens)).astype(np.float32) for s in batch.segments]
     completions = [completion.token_ids for group in groups for completion in group.completions]
     return {
-        "ratios": seconds(lambda: off_policy_metrics(segments, logprobs)),
+        "ratios": seconds(lambda: off_policy_metrics(batch.segments, logprobs, batch.origins)),
         "repetition": seconds(lambda: repetition_metrics(completions)),
         "build, repetition included": seconds(lambda: build(groups, ObjectiveConfig(), number=8)),
     }

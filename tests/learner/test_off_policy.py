@@ -33,11 +33,16 @@ def completions(seed, lengths, spread):
     return segments, logprobs
 
 
+def metrics(segments, logprobs):
+    """Each segment is a completion."""
+    return off_policy_metrics(segments, logprobs, [(0, i, 0) for i in range(len(segments))])
+
+
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8))
 def test_equal_the_definitions(seed, lengths):
     segments, logprobs = completions(seed, lengths, 0.2)
-    found = off_policy_metrics(segments, [*logprobs, np.zeros(5, np.float32)])  # and one beside, which is none of it
+    found = metrics(segments, [*logprobs, np.zeros(5, np.float32)])  # and one beside, which is none of it
     ratios = [
         [math.exp(float(o) - float(g)) for o, g, w in zip(ours, s.generator_logprobs, s.weights) if w > 0]
         for s, ours in zip(segments, logprobs)
@@ -52,6 +57,19 @@ def test_equal_the_definitions(seed, lengths):
     assert found["mismatch_p99"] == pytest.approx(np.quantile(sizes, 0.99), rel=1e-4, abs=1e-6)
 
 
+def test_branches_of_a_completion_have_one_weight():
+    segments, logprobs = completions(0, [9, 5, 7], 0.2)
+    whole = metrics(segments, logprobs)
+    one, ours = segments[0], logprobs[0]
+    cut = [Segment(*(part[at] for part in (one.tokens, one.weights, one.advantages, one.generator_logprobs)))
+           for at in (slice(0, 6), slice(6, None))]  # fmt: skip
+    origins = [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1)]
+    found = off_policy_metrics(
+        [cut[0], *segments[1:], cut[1]], [ours[:6], *logprobs[1:], ours[6:]], origins
+    )  # fmt: skip
+    assert found == pytest.approx(whole, rel=1e-6)
+
+
 def test_by_hand():
     """Ratios 1 and 3 of one token, 1/2 and 2 of another completion: weights 3 and 1, geometric means sqrt 3 and 1."""
     logs = [[0.0, math.log(3)], [-math.log(2), math.log(2)]]
@@ -59,7 +77,7 @@ def test_by_hand():
         Segment(np.zeros(3, np.int32), np.array([0, 1, 1], np.float32), np.zeros(3), np.zeros(3, np.float32))
         for _ in logs
     ]
-    found = off_policy_metrics(segments, [np.array([0.0, *row], np.float32) for row in logs])
+    found = metrics(segments, [np.array([0.0, *row], np.float32) for row in logs])
     assert found["effective_sample_size_sequence"] == pytest.approx((3 + 1) ** 2 / (2 * (9 + 1)))
     assert found["effective_sample_size_geometric"] == pytest.approx((3**0.5 + 1) ** 2 / (2 * (3 + 1)))
 
@@ -79,10 +97,10 @@ def test_what_is_far_apart_and_what_is_alone():
     # One token that a side finds impossible is one bad token.
     segments, logprobs = completions(0, [50] * 4, 0.0)
     logprobs[2][3] = -1e30
-    found = off_policy_metrics(segments, logprobs)
+    found = metrics(segments, logprobs)
     assert found["effective_sample_size_sequence"] == pytest.approx(3 / 4) and all(map(math.isfinite, found.values()))
     assert found["mismatch_p99"] == 0.0
-    assert off_policy_metrics([], []) == {}
+    assert off_policy_metrics([], [], []) == {}
 
 
 def test_long_completions_need_the_second_one():
@@ -90,7 +108,7 @@ def test_long_completions_need_the_second_one():
     for length in (10, 1000):
         segments, logprobs = completions(1, [length] * 400, 0.05)
         tokens = np.mean([np.count_nonzero(s.weights) for s in segments])
-        found = off_policy_metrics(segments, logprobs)
+        found = metrics(segments, logprobs)
         assert found["effective_sample_size_sequence"] == pytest.approx(math.exp(-tokens * 0.05**2), abs=0.15)
         assert found["effective_sample_size_geometric"] > 0.997
 
@@ -105,7 +123,7 @@ def test_of_a_real_update_they_agree_with_its_sums_however_it_is_packed():
         trainer.start(init_params(decoder, jax.random.key(0), trainer.mesh))
         pending = trainer.forward_backward(segments, beside=beside)
         logprobs = pending.logprobs()
-        found.append(off_policy_metrics(segments, logprobs))
+        found.append(metrics(segments, logprobs))
         parts = [np.abs(ours - s.generator_logprobs)[s.weights > 0] for s, ours in zip(segments, logprobs)]
         sums = jax.device_get(pending.sums)
         assert float(sums["mismatch"] / sums["tokens"]) == pytest.approx(np.concatenate(parts).mean(), rel=1e-5)

@@ -53,7 +53,7 @@ from scalerl_jax.model.attention.tiles import attend_slots, attend_slots_on_cpu
 from scalerl_jax.model.decoder import Rotation, final_norm, rope_tables, rotation_of
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.families import FAMILIES
-from scalerl_jax.model.head import head_weight, logits, spread_of
+from scalerl_jax.model.head import as_rounded, head_weight, logits, spread_of
 from scalerl_jax.model.row_blocks import in_blocks
 
 THINK, PHRASE, ANSWER = 0, 1, 2
@@ -461,7 +461,8 @@ def _feed(
     if precision.bitwise:
         return logits(weights, config, x, precision=precision), keys, values, chosen
     head = head_weight(weights, config)  # in the head's dtype
-    return product(x.astype(head.dtype), head, on_cpu=precision.on_cpu), keys, values, chosen
+    found = as_rounded(product(x.astype(head.dtype), head, on_cpu=precision.on_cpu), precision)
+    return found, keys, values, chosen
 
 
 def _advance(state: State, sampled: jax.Array, logprob: jax.Array, *, maximum: int) -> tuple[State, Any]:

@@ -460,6 +460,16 @@ def test_bfloat16_stays_near_the_trainers(head):
     assert difference.mean() < 2e-2 and difference.max() < 0.2
 
 
+def test_logits_are_rounded_as_the_trainers():
+    config = tiny()
+    named, precision = random_tensors(config, 0), Precision(head="bfloat16")
+    weights = decode_weights(named, config, precision)
+    pool = SlotPool(config, decode_precision(precision, "cpu"), slots=4, maximum=LENGTH, steps=8)
+    one = run(pool, [weights], [ask(PROMPT, seeds=(1,), answer_budget=30)])["train/0", 0]
+    difference = np.abs(one.logprobs - trainer_logprobs(config, named, PROMPT, one.token_ids, precision))
+    assert np.median(difference) < 1e-5  # a logit in between may be rounded up on one side and down on the other
+
+
 def test_buckets():
     assert buckets(16, 128) == [16, 32, 64, 128]
     assert buckets(16, 139) == [16, 32, 64, 139]
