@@ -23,7 +23,10 @@ TRAINER = flags.DEFINE_string("trainer", "", f"What the trainer runs on: {_MACHI
 GENERATOR = flags.DEFINE_string("generator", "", "What one generator runs on: h100:2 (tensor-parallel over 2), cpu.")
 GENERATORS = flags.DEFINE_integer("generators", 1, "Number of generators.", lower_bound=1)
 ENGINE = flags.DEFINE_enum(
-    "engine", "", ["", "jax", "vllm"], "Engine of the generators. Default: vllm on GPUs, else jax."
+    "engine",
+    "",
+    ["", "jax", "vllm"],
+    "Engine of the generators. Default: vllm on GPUs with config.numerics=fast, else jax.",
 )
 SERVERS = flags.DEFINE_string(
     "servers", "", "With --part=trainer: the generators, as scalerl-train takes them, such as dns:///name:port."

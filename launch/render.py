@@ -71,6 +71,7 @@ def _settings(config: Config, target: str, *, name: str, workdir: str) -> Settin
         raise ValueError(
             f"--servers{f'={servers}' * bool(servers)}: requires --part=trainer, and that requires --servers"
         )
+    on_gpus = generator is not None and generator.kind == "gpu" and config.numerics == "fast"
     default = {"kubernetes": f"/runs/{name}", "slurm": os.path.abspath(f"runs/{name}")}[target]
     workdir = workdir or default
     if target == "kubernetes" and not workdir.startswith("/runs/"):
@@ -83,7 +84,7 @@ def _settings(config: Config, target: str, *, name: str, workdir: str) -> Settin
         trainer=_machine("trainer", wanted=part != "generators"),
         generator=generator,
         generators=launch_flags.GENERATORS.value,
-        engine=launch_flags.ENGINE.value or ("vllm" if generator and generator.kind == "gpu" else "jax"),
+        engine=launch_flags.ENGINE.value or ("vllm" if on_gpus else "jax"),
         servers=servers,
         grace_seconds=launch_flags.GRACE.value,
         max_restarts=launch_flags.MAX_RESTARTS.value,

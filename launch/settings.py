@@ -72,6 +72,8 @@ class Settings:
             )
         if self.generator is not None and self.engine == "vllm" and self.generator.kind == "tpu":
             raise ValueError(f"--engine=vllm: runs on GPUs and CPUs, not on --generator={self.generator.text}")
+        if self.generator is not None and self.engine == "vllm" and self.config.numerics != "fast":
+            raise ValueError(f"--engine=vllm: config.numerics={self.config.numerics} is computed by jax alone")
 
 
 def maximum_tokens(config: Config) -> int:

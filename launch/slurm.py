@@ -59,7 +59,11 @@ class Queue:
         for part, machine in (("trainer", settings.trainer), ("generator", settings.generator)):
             if machine is not None and machine.kind == "tpu":
                 raise ValueError(f"--{part}={machine.text}: TPUs are in Kubernetes clusters; with slurm GPUs or cpu")
-        files = {"token_file": self.token_file, "tls_authority": self.tls_authority}
+        if re.search(r"[\s\"'\\%]", settings.workdir):
+            raise ValueError(f"--workdir={settings.workdir}: sbatch writes no log where there are blanks, quotes or %")
+        files = {"token_file": self.token_file}
+        if settings.trainer is not None:
+            files["tls_authority"] = self.tls_authority
         if settings.generator is not None:
             files |= {"tls_certificate": self.tls_certificate, "tls_key": self.tls_key}
         for flag, path in files.items():

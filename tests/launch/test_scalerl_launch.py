@@ -36,6 +36,11 @@ from tests.launch.launched import KUBERNETES, SLURM, launch
         ((*SLURM, "--trainer_sbatch=--signal=KILL"), "--trainer_sbatch=--signal=KILL: --signal is the script's own"),
         ((*KUBERNETES, "--trainer_sbatch=--qos=x"), "--trainer_sbatch: requires --target=slurm"),
         ((*SLURM, "--noinsecure"), "--token_file: not given; without TLS and a token"),
+        ((*SLURM, "--workdir=my runs/one"), "my runs/one: sbatch writes no log where there are blanks, quotes or %"),
+        (
+            (*SLURM, "--engine=vllm", "--config.numerics=bitwise"),
+            "--engine=vllm: config.numerics=bitwise is computed by jax alone",
+        ),
         ((*SLURM, "--token_file=/no/such"), "--token_file=/no/such: no such file"),
         ((*KUBERNETES, "--slices=2"), "--slices=2: requires a --trainer that is a TPU slice"),
         ((*KUBERNETES, "--autoscale=keda"), "--maximum_generators=0: with --autoscale=keda it must be above"),

@@ -74,6 +74,16 @@ def test_the_scripts_ask_for_what_was_given(full: pathlib.Path, tmp_path: pathli
     assert load_file(str(full / "config.py")) == load_file(SCALERL_8B)
 
 
+def test_generators_alone_need_no_authority_and_bits_need_jax(tmp_path: pathlib.Path) -> None:
+    files = {flag: tmp_path / flag for flag in ("token_file", "tls_certificate", "tls_key")}
+    for path in files.values():
+        path.write_text("x")
+    given = [f"--{flag}={path}" for flag, path in files.items()]
+    alone = ("--target=slurm", f"--config={SCALERL_8B}", "--part=generators", "--generator=h100")
+    script = (made(tmp_path, *alone, "--config.numerics=bitwise", *given) / "generators.sbatch").read_text()
+    assert "--numerics=bitwise" in script and "--engine=jax" in script
+
+
 def test_the_scripts_are_sound(full: pathlib.Path) -> None:
     scripts = [full / name for name in ("trainer.sbatch", "generators.sbatch", "submit.sh")]
     for script in scripts:
