@@ -98,8 +98,8 @@ FAULTS = (
     Fault(
         "logits are rounded to bfloat16",
         f"{MODEL}/head.py",
-        'if precision.head == "bfloat16" else product',
-        'if precision.head != "highest" else product',
+        'if precision.head == "bfloat16" else logits',
+        'if precision.head != "highest" else logits',
         "tests/model/test_head.py::test_values_entropy_and_gradient_whatever_the_chunk",
     ),
     Fault(
