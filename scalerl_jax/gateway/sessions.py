@@ -429,7 +429,12 @@ class Sessions:
         if sum(session.size for session in self.open.values()) >= self._most_bytes:
             raise SessionsFull(f"the sessions hold {self._most_bytes} bytes: DELETE those that are over")
         written = Journal(self.path(name)) if self.folder and journal else None
-        session = Session(name, seed=self._seed, journal=written, about=about, most_turns=self._most_turns)
+        try:
+            session = Session(name, seed=self._seed, journal=written, about=about, most_turns=self._most_turns)
+        except BaseException:
+            if written is not None:
+                written.close()
+            raise
         self.open[name] = session
         return session
 

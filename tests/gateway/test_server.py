@@ -1,4 +1,4 @@
-"""The HTTP server at its end, and streams that wait. 2 s of CPU."""
+"""The HTTP server at its end, streams that wait, and bodies that are refused. 3 s of CPU."""
 
 import asyncio
 import contextlib
@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from scalerl_jax.contract.codec import Completion, GroupRequest
 from scalerl_jax.gateway import app
+from scalerl_jax.gateway.chat import Chat
 from scalerl_jax.gateway.generators import NoServer
 from scalerl_jax.gateway.server import listen, serve
 from scalerl_jax.gateway.sessions import Sessions
@@ -129,3 +130,34 @@ def test_a_stream_that_waits_is_not_silent(
             assert json.loads(data)["error"].items() >= failed.items()
 
     asyncio.run(talk())
+
+
+def exchange(chat: Chat, *asked: tuple[str, bytes | dict[str, Any] | None], folder: str = "") -> list[httpx.Response]:
+    """The answers of a gateway to each (path, body), one after the other; None: GET. folder: of the journals."""
+
+    async def talk() -> list[httpx.Response]:
+        sampler = Sampler([*chat.tokenizer.encode("It is 4."), chat.tokenizer.eos_id])
+        sampler.pinged.set()
+        sessions = Sessions(folder=folder, seed=0, most=10, most_turns=10, most_bytes=2**20)
+        transport = httpx.ASGITransport(app.Gateway(chat, sampler, sessions, app.Options(("tiny",))).app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=None) as http:
+            found = []
+            for path, body in asked:
+                content = json.dumps(body).encode() if isinstance(body, dict) else body
+                found.append(await http.request("GET" if body is None else "POST", path, content=content))
+        sessions.close()
+        return found
+
+    return asyncio.run(talk())
+
+
+@pytest.mark.parametrize("value", [b"1e999", b"-1e999", b"NaN", b'"\xed\xa0\x80"', b'"\xff"'])
+def test_what_json_cannot_express_is_refused(chat: Chat, tmp_path: pathlib.Path, value: bytes) -> None:
+    body = b'{"session":"a","prompt":"hi","x":' + value + b"}"
+    answers = exchange(
+        chat, ("/sessions", body), ("/sessions", None), ("/v1/completions", body), ("/sessions", {"session": "a"}),
+        folder=str(tmp_path),
+    )  # fmt: skip
+    assert [answer.status_code for answer in answers] == [400, 200, 400, 200]
+    message = answers[0].json()["error"]["message"]
+    assert message.startswith("the body is not JSON: ") and "\n" not in message

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import gc
+import math
 import os
 import pathlib
 import random
@@ -26,7 +27,7 @@ from scalerl_jax.gateway import openai_wire
 from scalerl_jax.gateway.agents import completions_of
 from scalerl_jax.gateway.chat import Chat, NotRendered
 from scalerl_jax.gateway.journal import Journal
-from scalerl_jax.gateway.sessions import Branch, ClientRequest, Session, SessionOver, Turn, branches
+from scalerl_jax.gateway.sessions import Branch, ClientRequest, Session, SessionOver, Sessions, Turn, branches
 from scalerl_jax.learner.batch import build
 from tests.learner.test_batch import Group
 from tests.support.chat_folders import chat_folder
@@ -417,6 +418,14 @@ def test_a_damaged_journal_is_named(tmp_path: pathlib.Path) -> None:
     whole = Journal(path)
     assert [record["a"] for record in whole.records] == [1] and os.path.getsize(path) == len(data) // 2
     whole.close()
+
+
+def test_a_journal_that_fails_is_closed(tmp_path: pathlib.Path) -> None:
+    sessions = Sessions(folder=str(tmp_path), seed=0, most=10, most_turns=10, most_bytes=2**20)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        sessions.find("a", {"x": math.inf})
+    assert not sessions.find("a").turns
+    sessions.close()
 
 
 def test_a_session_has_an_end(chat: Chat) -> None:
