@@ -59,8 +59,8 @@ def split_calls(text: str, form: str, *, tools: Schemas = ()) -> tuple[str, tupl
 
 def check_json(value: object) -> None:
     """Raises ValueError, TypeError or RecursionError if JSON in UTF-8 cannot express a parsed value: NaN, infinities,
-    half of a surrogate pair, a set."""
-    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    half of a surrogate pair, a set, an object whose keys are numbers and texts."""
+    json.dumps(value, allow_nan=False, ensure_ascii=False, sort_keys=True).encode()
 
 
 def makes_calls(text: str) -> int:
@@ -101,11 +101,11 @@ def _hermes(text: str, tools: Schemas) -> Iterator[Found]:
 
 
 def _xml(text: str, tools: Schemas) -> Iterator[Found]:
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    schemas = {tool["function"]["name"]: _object(tool["function"].get("parameters")) for tool in tools}
     for found in _FUNCTION.finditer(text):
-        described = schemas.get(found[1], {}).get("properties") or {}
+        described = _object(schemas.get(found[1], {}).get("properties"))
         values = dict(_PARAMETER.findall(found[2]))
-        texts = {name for name in values if described.get(name, {}).get("type") == "string"}
+        texts = {name for name in values if _object(described.get(name)).get("type") == "string"}
         arguments = {name: v if name in texts else _value(v) for name, v in values.items()}
         yield ToolCall(found[1], arguments), found.span()
 
@@ -146,6 +146,11 @@ def _called(call: ast.expr) -> ToolCall:
         raise ValueError("a call is name(argument=value, ...)")
     arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     return ToolCall(ast.unparse(call.func), arguments)
+
+
+def _object(schema: Any) -> Mapping[str, Any]:
+    """A schema, which may also be true: any value."""
+    return schema if isinstance(schema, Mapping) else {}
 
 
 def _value(text: str) -> Any:

@@ -98,6 +98,14 @@ def test_a_value_of_xml_is_text_where_the_schema_has_text():
 
 
 @pytest.mark.parametrize(
+    "parameters", [True, [1], {"properties": []}, {"properties": {"a": True}}, {"properties": {"a": ["string"]}}]
+)
+def test_a_schema_that_describes_nothing_takes_any_value(parameters):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    assert read_calls("<function=add><parameter=a>7</parameter>", "xml", tools=tools) == (ToolCall("add", {"a": 7}),)
+
+
+@pytest.mark.parametrize(
     ("form", "text"),
     [
         ("hermes", "<tool_call>"),
@@ -150,3 +158,4 @@ def test_calls_of_tools_are_read_and_what_is_none_stays() -> None:
     assert split_calls(llama, "json") == ("", (ToolCall("add", {"a": 1}),))
     assert split_calls("[add(a=1), add(a=2)]", "pythonic")[0] == ""
     assert split_calls("[add(a={1})]", "pythonic") == ("[add(a={1})]", ())
+    assert split_calls("[add(a={1: 2, 'b': 3})]", "pythonic") == ("[add(a={1: 2, 'b': 3})]", ())
