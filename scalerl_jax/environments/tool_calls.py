@@ -36,6 +36,10 @@ _MARKS = re.compile(rf"<tool_call>\s*</tool_call>|{_PYTHON.pattern}")  # remain 
 _DECODER = json.JSONDecoder()
 # Includes the exceptions raised by deep nesting.
 _UNREADABLE = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
+_TYPES: Mapping[type, tuple[str, ...]] = {  # of JSON schemas, that take a value
+    type(None): ("null",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), str: ("string",),
+    list: ("array",), dict: ("object",),
+}  # fmt: skip
 _PROBE = ToolCall("probe", {"value": 7})
 
 
@@ -105,8 +109,7 @@ def _xml(text: str, tools: Schemas) -> Iterator[Found]:
     for found in _FUNCTION.finditer(text):
         described = _object(schemas.get(found[1], {}).get("properties"))
         values = dict(_PARAMETER.findall(found[2]))
-        texts = {name for name in values if _object(described.get(name)).get("type") == "string"}
-        arguments = {name: v if name in texts else _value(v) for name, v in values.items()}
+        arguments = {name: _value(text, described.get(name)) for name, text in values.items()}
         yield ToolCall(found[1], arguments), found.span()
 
 
@@ -153,11 +156,32 @@ def _object(schema: Any) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else {}
 
 
-def _value(text: str) -> Any:
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _types(schema: Any) -> list[Any]:
+    """The types that a schema names; none: any."""
+    schema = _object(schema)
+    if "type" in schema:
+        return _list(schema["type"]) or [schema["type"]]
+    values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    members = [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
+    return [
+        *(kind for value in values for kind in _TYPES.get(type(value), ())),
+        *(kind for member in members for kind in _types(member)),
+    ]
+
+
+def _value(text: str, schema: Any) -> Any:
+    """The text as JSON; itself where the schema takes texts, and has no other type that takes the JSON."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except _UNREADABLE:
         return text
+    types = _types(schema)
+    other = not isinstance(value, str) and any(one in types for one in _TYPES[type(value)])
+    return text if "string" in types and not other else value
 
 
 def _unreadable(error: BaseException) -> ToolCall:

@@ -97,6 +97,37 @@ def test_a_value_of_xml_is_text_where_the_schema_has_text():
     assert read_calls(text, "xml", tools=tools) == (ToolCall("add", {"a": "007", "b": 7, "c": "x y"}),)
 
 
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+LISTED = {"oneOf": [{"type": ["string"]}, {"type": "array", "items": {"type": "string"}}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        (OPTIONAL, "123", "123"),
+        (OPTIONAL, '"a"', '"a"'),
+        (OPTIONAL, "null", None),
+        ({"type": ["string", "null"]}, "true", "true"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": "string"}, "null", "null"),
+        ({"enum": ["1", "2", None]}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"const": "1"}, "1", "1"),
+        ({"type": ["string", "number"]}, "7", 7),
+        ({"type": ["string", "number"]}, "007", "007"),
+        (LISTED, '["a"]', ["a"]),
+        (LISTED, '{"a": 1}', '{"a": 1}'),
+        ({"type": {}}, "1", 1),
+        ({"anyOf": 1, "enum": "1"}, "1", 1),
+    ],
+)
+def test_a_value_of_xml_is_text_where_nothing_else_in_the_schema_takes_it(schema, text, value):
+    parameters = {"properties": {"a": schema}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    call = f"<function=add><parameter=a>{text}</parameter></function>"
+    assert read_calls(call, "xml", tools=tools) == (ToolCall("add", {"a": value}),)
+
+
 @pytest.mark.parametrize(
     "parameters", [True, [1], {"properties": []}, {"properties": {"a": True}}, {"properties": {"a": ["string"]}}]
 )
