@@ -23,10 +23,12 @@ _NOT_OFFERED = {
     "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0, "min_tokens": 0,
     "logit_bias": None, "echo": False, "best_of": 1, "suffix": "", "prompt_logprobs": None, "functions": None,
     "ignore_eos": False, "use_beam_search": False, "guided_json": None, "structured_outputs": None,
+    "guided_choice": None, "guided_regex": "", "guided_grammar": "", "guided_decoding": None, "allowed_token_ids": None,
+    "bad_words": None, "length_penalty": 1, "logits_processors": None, "truncate_prompt_tokens": None,
 }  # fmt: skip
 _NOT_OF_TEXTS = {
     **_NOT_OFFERED, "stop_token_ids": None, "add_generation_prompt": True, "continue_final_message": False,
-    "chat_template": None,
+    "chat_template": None, "web_search_options": False,  # {} asks for a search
 }  # fmt: skip
 _COMPLETION_TOKENS = 16  # of a completion that names no max_tokens
 
@@ -36,9 +38,7 @@ _COMPLETION_TOKENS = 16  # of a completion that names no max_tokens
 
 def chat(body: Mapping[str, Any]) -> SampleRequest:
     """Raises ApiError naming the field at fault."""
-    wire.refuse(body, **_NOT_OF_TEXTS)
-    if (field(body, "response_format", dict, {}).get("type") or "text") != "text":
-        raise bad("response_format: only text is offered", "response_format")
+    _refuse(body)
     calls_tools = wire.may_call_tools(field(body, "tool_choice", (str, dict), "auto"))
     number(body, "top_logprobs", 0, 0, 20, whole=True)
     most = number(body, "max_completion_tokens", None, 1, 2**31 - 1, whole=True)
@@ -54,7 +54,7 @@ def chat(body: Mapping[str, Any]) -> SampleRequest:
 
 def completions(body: Mapping[str, Any], tokenizer: Tokenizer, vocabulary: int) -> list[SampleRequest]:
     """One for each prompt, whose token ids are below `vocabulary`. Raises ApiError naming the field at fault."""
-    wire.refuse(body, **_NOT_OF_TEXTS, chat_template_kwargs=None)
+    _refuse(body, chat_template_kwargs=None)
     number(body, "logprobs", None, 0, 5, whole=True)
     prompt = field(body, "prompt", (str, list))
     if not prompt:
@@ -84,6 +84,12 @@ def generate(body: Mapping[str, Any], vocabulary: int) -> SampleRequest:
         stop_token_ids=tuple(wire.token_ids(stops, "stop_token_ids", vocabulary).tolist()) if stops else (),
         **wire.sampling_fields(sampling),
     )
+
+
+def _refuse(body: Mapping[str, Any], **neutral: Any) -> None:
+    wire.refuse(body, **_NOT_OF_TEXTS, **neutral)
+    if (field(body, "response_format", dict, {}).get("type") or "text") != "text":
+        raise bad("response_format: only text is offered", "response_format")
 
 
 def _messages(given: Sequence[Any]) -> tuple[Message, ...]:

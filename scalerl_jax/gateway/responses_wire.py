@@ -97,8 +97,9 @@ def answer(found: Sampled) -> dict[str, Any]:
     return {
         "id": f"resp_{name}", "object": "response", "created_at": int(time.time()), "model": found.model, **asked,
         "status": status, "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "error": None,
-        "output": output, "usage": usage, "parallel_tool_calls": True, "tools": body.get("tools") or [],
-        "tool_choice": body.get("tool_choice") or "auto", "previous_response_id": None,
+        "output": output, "usage": usage, "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "tools": body.get("tools") or [], "tool_choice": body.get("tool_choice") or "auto",
+        "previous_response_id": None,
     }  # fmt: skip
 
 

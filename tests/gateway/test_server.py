@@ -161,3 +161,34 @@ def test_what_json_cannot_express_is_refused(chat: Chat, tmp_path: pathlib.Path,
     assert [answer.status_code for answer in answers] == [400, 200, 400, 200]
     message = answers[0].json()["error"]["message"]
     assert message.startswith("the body is not JSON: ") and "\n" not in message
+
+
+OF_SAMPLING: dict[str, Any] = {
+    "guided_choice": ["a"], "guided_regex": "a+", "guided_grammar": "x", "guided_decoding": {"regex": "a+"},
+    "allowed_token_ids": [1], "bad_words": ["a"], "length_penalty": 2.0, "logits_processors": ["x"],
+    "truncate_prompt_tokens": 3,
+}  # fmt: skip
+OF_TEXTS: dict[str, Any] = {"web_search_options": {}, "response_format": {"type": "json_object"}}
+NEUTRAL = {"length_penalty": 1.0, "response_format": {"type": "text"}, "guided_regex": ""}
+
+
+def test_sampling_that_is_not_offered_is_refused(chat: Chat) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [QUESTION]}, "/v1/completions": {"prompt": "2+2"},
+    }  # fmt: skip
+    fields = {**OF_SAMPLING, **OF_TEXTS}
+    for route, body in bodies.items():
+        answers = exchange(chat, *((route, {**body, name: value}) for name, value in fields.items()))
+        refused = [(answer.status_code, answer.json()["error"]["param"]) for answer in answers]
+        assert refused == [(400, name) for name in fields]
+        neutral = [*({**body, name: None} for name in fields), {**body, **NEUTRAL}]
+        assert all(answer.is_success for answer in exchange(chat, *((route, one) for one in neutral)))
+    tokens = [{"token_ids": [5], "sampling_params": {name: value}} for name, value in OF_SAMPLING.items()]
+    answers = exchange(chat, *(("/inference/v1/generate", body) for body in tokens))
+    assert [answer.json()["error"]["param"] for answer in answers] == list(OF_SAMPLING)
+
+
+@pytest.mark.parametrize("given", [True, False, None])
+def test_an_answer_has_the_parallel_tool_calls_of_its_request(chat: Chat, given: bool | None) -> None:
+    (answer,) = exchange(chat, ("/v1/responses", {"input": "2+2?", "parallel_tool_calls": given}))
+    assert answer.json()["parallel_tool_calls"] is (given is not False)
