@@ -39,6 +39,7 @@ PING_SECONDS = 15.0  # of a stream that has no data yet: clients give up a silen
 RETRY_SECONDS = 1  # for a client that found the queues full
 METRICS_PREFIX = "scalerl_gateway_"
 MOST_ABOUT_BYTES = 2**16  # of the fields sent to POST /sessions
+_NO_RETRY = {"x-should-retry": "false"}  # of a 409, after which the OpenAI client would try again
 _SESSION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
@@ -295,7 +296,9 @@ class Gateway:
         wire.number(body, "deadline", None, 0, 1e12)
         if len(json.dumps(about)) > MOST_ABOUT_BYTES:
             raise bad(f"what is kept of a session is {MOST_ABOUT_BYTES} bytes of JSON at most")
-        self._sessions.find(name, about)
+        session = self._sessions.find(name, about)
+        if about and session.about != about:
+            raise ApiError(409, f"session {name} has other fields", code="session_differs", headers=_NO_RETRY)
         base = f"{str(request.base_url).rstrip('/')}/s/{name}"
         return JSONResponse({**self._summary(name), "openai_base_url": f"{base}/v1", "anthropic_base_url": base})
 
@@ -447,8 +450,7 @@ def _as_api_error(error: Exception) -> ApiError:
     if status == 500:
         _log.error("a request failed", exc_info=error)
         return ApiError(500, "the gateway failed; its log has the reason", code=code)
-    # The OpenAI client retries after a 409 unless this header forbids it.
-    headers = {409: {"x-should-retry": "false"}, 429: {"retry-after": str(RETRY_SECONDS)}}.get(status, {})
+    headers = {409: _NO_RETRY, 429: {"retry-after": str(RETRY_SECONDS)}}.get(status, {})
     return ApiError(status, " ".join(str(error).split())[:1000], code=code, headers=headers)
 
 

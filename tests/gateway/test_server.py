@@ -192,3 +192,15 @@ def test_sampling_that_is_not_offered_is_refused(chat: Chat) -> None:
 def test_an_answer_has_the_parallel_tool_calls_of_its_request(chat: Chat, given: bool | None) -> None:
     (answer,) = exchange(chat, ("/v1/responses", {"input": "2+2?", "parallel_tool_calls": given}))
     assert answer.json()["parallel_tool_calls"] is (given is not False)
+
+
+def test_a_session_keeps_the_fields_that_it_has(chat: Chat, tmp_path: pathlib.Path) -> None:
+    fields = {"session": "a", "deadline": 4e9, "group": 3}
+    asked = [fields, fields, {"session": "a"}, {"session": "a", "deadline": 1}, {**fields, "group": 4}]
+    for before in (0, 1):  # then it is restored from its journal
+        answers = exchange(chat, *(("/sessions", body) for body in asked[before * 2 :]), folder=str(tmp_path))
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 409, 409][before * 2 :]
+        assert answers[0].json()["about"] == {"deadline": 4e9, "group": 3}
+        error, headers = answers[-1].json()["error"], answers[-1].headers
+        assert error["message"] == "session a has other fields" and error["code"] == "session_differs"
+        assert headers["x-should-retry"] == "false"
