@@ -253,6 +253,7 @@ class _FleetSampler:
 
     def __init__(self, maximum_tokens: int, *, turn_tokens: int):
         self.maximum_tokens, self._turn_tokens = maximum_tokens, turn_tokens
+        self.longest_prompt = maximum_tokens - turn_tokens
         self.runs = dict[str, _RunningAgent]()  # by session
 
     @property
@@ -260,7 +261,7 @@ class _FleetSampler:
         return [self]
 
     def capacity(self, prompt: int) -> int:
-        return self._turn_tokens if prompt + self._turn_tokens <= self.maximum_tokens else 0
+        return self._turn_tokens if prompt <= self.longest_prompt else 0
 
     async def ready(self, seconds: float) -> None:
         """The fleet waits for its servers itself."""

@@ -194,7 +194,7 @@ class Gateway:
             capacity = self._generators.capacity(len(prompt))
             if capacity < 1:
                 session.full = True
-                raise _too_long(len(prompt), self._generators.maximum_tokens)
+                raise _too_long(len(prompt), self._generators)
             sampling = asked.sampling(chat.tokenizer.stop_ids, capacity=capacity)
             if len(sampling.stop_token_ids) > wire.MOST_STOPS:
                 raise bad(f"stop_token_ids: {wire.MOST_STOPS} with the model's own are possible", "stop_token_ids")
@@ -418,8 +418,9 @@ def _openenv_turn(session: Session, turn: Turn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _too_long(prompt: int, most: int) -> ApiError:
-    why = f"prompt is too long: {prompt} tokens > {most - 1} maximum; this model's context length is {most} tokens"
+def _too_long(prompt: int, sampler: Sampler) -> ApiError:
+    longest, length = sampler.longest_prompt, sampler.maximum_tokens
+    why = f"prompt is too long: {prompt} tokens > {longest} maximum; this model's context length is {length} tokens"
     return ApiError(400, why, param="messages", code="context_length_exceeded")
 
 

@@ -82,6 +82,10 @@ class Sampler(Protocol):
     def maximum_tokens(self) -> int:
         """Most tokens of prompt and completion; 0: not known yet."""
 
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt."""
+
     def capacity(self, prompt: int) -> int:
         """How many tokens may follow a prompt of that many; 0: the prompt is too long."""
 
@@ -173,6 +177,11 @@ class Generators:
     def capacity(self, prompt: int) -> int:
         """How many tokens may follow a prompt of that many."""
         return self.maximum_tokens - prompt
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt."""
+        return self.maximum_tokens - 1
 
     @property
     def maximum_tokens(self) -> int:

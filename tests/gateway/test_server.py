@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from scalerl_jax.contract.codec import Completion, GroupRequest
 from scalerl_jax.gateway import app
+from scalerl_jax.gateway.agents import _FleetSampler
 from scalerl_jax.gateway.chat import Chat
 from scalerl_jax.gateway.generators import NoServer
 from scalerl_jax.gateway.server import listen, serve
@@ -69,7 +70,7 @@ def test_requests_that_are_cut_off_at_its_end_are_answered(caplog: pytest.LogCap
 class Sampler:
     """Answers, or fails, once the client has had a ping."""
 
-    maximum_tokens, there = 500, ("one",)
+    maximum_tokens, longest_prompt, there = 500, 499, ("one",)
 
     def __init__(self, said: Sequence[int]):
         self.pinged, self._said = asyncio.Event(), np.array(said, np.int32)
@@ -132,14 +133,17 @@ def test_a_stream_that_waits_is_not_silent(
     asyncio.run(talk())
 
 
-def exchange(chat: Chat, *asked: tuple[str, bytes | dict[str, Any] | None], folder: str = "") -> list[httpx.Response]:
+def exchange(
+    chat: Chat, *asked: tuple[str, bytes | dict[str, Any] | None], folder: str = "",
+    sampler: _FleetSampler | None = None,
+) -> list[httpx.Response]:  # fmt: skip
     """The answers of a gateway to each (path, body), one after the other; None: GET. folder: of the journals."""
 
     async def talk() -> list[httpx.Response]:
-        sampler = Sampler([*chat.tokenizer.encode("It is 4."), chat.tokenizer.eos_id])
-        sampler.pinged.set()
+        saying = Sampler([*chat.tokenizer.encode("It is 4."), chat.tokenizer.eos_id])
+        saying.pinged.set()
         sessions = Sessions(folder=folder, seed=0, most=10, most_turns=10, most_bytes=2**20)
-        transport = httpx.ASGITransport(app.Gateway(chat, sampler, sessions, app.Options(("tiny",))).app())
+        transport = httpx.ASGITransport(app.Gateway(chat, sampler or saying, sessions, app.Options(("tiny",))).app())
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=None) as http:
             found = []
             for path, body in asked:
@@ -204,3 +208,17 @@ def test_a_session_keeps_the_fields_that_it_has(chat: Chat, tmp_path: pathlib.Pa
         error, headers = answers[-1].json()["error"], answers[-1].headers
         assert error["message"] == "session a has other fields" and error["code"] == "session_differs"
         assert headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "longest", "length"), [(None, 499, 500), (_FleetSampler(600, turn_tokens=550), 50, 600)]
+)
+def test_a_prompt_that_is_too_long_is_told_how_long_it_may_be(
+    chat: Chat, sampler: Any, longest: int, length: int
+) -> None:
+    prompts = [{"prompt": [5] * count} for count in (longest, longest + 1)]
+    fits, refused = exchange(chat, *(("/v1/completions", body) for body in prompts), sampler=sampler)
+    assert fits.is_success or "only an agent of this run" in fits.text
+    assert refused.json()["error"]["message"] == (
+        f"prompt is too long: {longest + 1} tokens > {longest} maximum; this model's context length is {length} tokens"
+    )
