@@ -210,6 +210,7 @@ class RolloutServer:
         self._checker, self._quiet = _Health(), QuietLog(log)
         bounded = bounds(engine.info)
         guard = Guard(bounded, lambda peer: self._connections.let_in(peer))
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_lost_answer)
         self._server = grpc.aio.server(
             interceptors=[*access.interceptors(), guard, *interceptors],
             options=SERVER_OPTIONS,
@@ -267,6 +268,11 @@ def bounds(info: EngineInfo) -> dict[str, Bound]:
         "PushWeights": Bound(MAXIMUM_PUSHES, limits.MAXIMUM_REQUEST_BYTES),
     }
     return {f"/{rpc.SERVICE}/{name}": bound for name, bound in methods.items()}
+
+
+def _is_no_lost_answer(record: logging.LogRecord) -> bool:
+    """Filters the traceback that gRPC logs where a connection broke while an answer was sent: nothing is left to do."""
+    return not record.getMessage().startswith("ExecuteBatchError raised in core")
 
 
 def longest_header(info: EngineInfo) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+import logging
 import math
 import random
 import tracemalloc
@@ -190,6 +191,16 @@ async def test_a_fault_of_ours_is_loud_a_few_times(
             assert code is grpc.StatusCode.UNKNOWN and len(details) < 1024
     tracebacks = sum(record.exc_info is not None for record in caplog.records)
     assert 0 < tracebacks < 30
+
+
+async def test_an_answer_whose_client_is_gone_is_no_fault_and_anything_else_is(
+    make_replay: MakeReplay, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(make_replay()):
+        log = logging.getLogger("grpc._cython.cygrpc")  # where gRPC writes it
+        log.error("ExecuteBatchError raised in core by servicer method [%s]", "/scalerl.v1.Rollout/PushWeights")
+        log.error("Unexpected [%s] raised by servicer method [%s]", "KeyError", "/scalerl.v1.Rollout/Status")
+    assert [record.args[0] for record in caplog.records if record.name == log.name] == ["KeyError"]
 
 
 async def test_details_are_short_whatever_they_quote(make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch) -> None:
