@@ -48,7 +48,7 @@ from rollout_server.engines.jax.prompts import NO_SEAT, Prompts, Readers
 from rollout_server.engines.jax.sampling import sample, uniforms
 from rollout_server.engines.jax.weights import DecodeLayer, DecodePrecision, DecodeRowLayer, DecodeWeights, product
 from scalerl_jax.contract.codec import expert_dtype
-from scalerl_jax.model.attention import TILES, blocks_on, packed_attention
+from scalerl_jax.model.attention import packed_attention, plain_on
 from scalerl_jax.model.attention.tiles import attend_slots, attend_slots_on_cpu
 from scalerl_jax.model.decoder import Rotation, final_norm, rope_tables, rotation_of
 from scalerl_jax.model.decoder_config import DecoderConfig
@@ -192,7 +192,7 @@ def feed_prompt(
         keys.append(jnp.moveaxis(k[0], 0, 1 + precision.keys_last).astype(precision.cache))
         values.append(jnp.moveaxis(v[0], 0, 1).astype(precision.cache))
         chunks = 1 + jnp.arange(len(tokens))[None] // config.attention_chunk if local else segment_ids
-        backend = TILES if precision.bitwise else blocks_on(precision.platform)
+        backend = plain_on(precision.platform, bitwise=precision.bitwise)
         return packed_attention(q, k, v, chunks, precision=precision.dot, backend=backend)
 
     x, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)

@@ -12,7 +12,8 @@ probabilities P from them, and needs no other pass over the scores than
     dV = P' dO      dS = P * (dO V' - rowsum(dO * O)) / sqrt(h)      dQ = dS K      dK = dS' Q
 
 Products have operands in the given dtype, or with precision HIGHEST in float32, and accumulate in float32; everything
-between them is float32.
+between them is float32. What suits a CPU best was measured there (tests/benchmarks/LOG.md), down to which operand of a
+product is transposed.
 
 Legend: R rows, L queries, S keys, K key/value heads, G query heads that share one, h head size, B queries of a block,
 W keys that a block sees or that a span has.
@@ -21,6 +22,7 @@ W keys that a block sees or that a span has.
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +38,7 @@ _SHORT_SEGMENT = 256
 MOST_UNROLLED = 8  # blocks: compile time grows with them
 _LOOP_BLOCK, LOOP_SPAN = 256, 256
 _MOST_SCORES = 2**28  # at once, if all blocks are one product: 1 GiB; the backward pass has three such arrays
+_CACHED_SCORES = 2**18  # at once in the loop for each core of a CPU: 1 MiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +51,13 @@ class Segments:
     longest: int  # positions; no segment is longer
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, precision: jax.lax.Precision) -> jax.Array:
-    """q [rows, length, heads, h], k and v [rows, keys, kv_heads, h] -> like q."""
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, precision: jax.lax.Precision, *, cpu: bool = False
+) -> jax.Array:
+    """q [rows, length, heads, h], k and v [rows, keys, kv_heads, h] -> like q. cpu: as Backend has it."""
     rows, length, heads, size = q.shape
+    # A CPU's products of few rows or columns are no faster in bfloat16.
+    few_columns = jax.lax.Precision.HIGHEST if cpu else precision
     kv_heads = k.shape[2]
     q = q.reshape(rows, length, kv_heads, heads // kv_heads, size)
     short = segments.longest <= _SHORT_SEGMENT
@@ -59,14 +66,19 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, precisi
     window = (back + 1) * block
     few = rows * heads * length * window <= _MOST_SCORES
     if segments.offset is None and math.ceil(length / block) <= MOST_UNROLLED:
-        out = unrolled(q, k, v, segments.keys, block, back, precision)
+        out = unrolled(q, k, v, segments.keys, block, back, few_columns)
     elif segments.offset is None and 2 * window <= length and few:
-        out = windowed(q, k, v, segments.keys, block, back, precision)
+        out = windowed(q, k, v, segments.keys, block, back, few_columns)
     else:
         start = jnp.int32(0) if segments.offset is None else segments.offset
         sizes = min(length, _LOOP_BLOCK), min(k.shape[1], LOOP_SPAN)
-        out = looped(q, k, v, segments.queries, segments.keys, start, *sizes, precision)
+        out = looped(q, k, v, segments.queries, segments.keys, start, *sizes, scores_at_once(cpu), precision)
     return out.reshape(rows, length, heads, size)
+
+
+def scores_at_once(cpu: bool) -> int:
+    """Of the loop, if a row and key head have fewer."""
+    return _CACHED_SCORES * (os.cpu_count() or 1) if cpu else _MOST_SCORES
 
 
 def attend_block(q, k, v, mask, precision):
@@ -294,13 +306,14 @@ windowed.defvjp(_windowed_forward, _windowed_backward)
 # Each block of queries iterates over the spans of keys from the start of its first query's segment to itself, with a
 # running maximum and sum (flash attention, arXiv 2205.14135). The start is read from the segment ids: a packed row
 # costs what its segments cost, and no array has the size of the row squared. The queries may be a part of the row:
-# query i is at key offset + i.
+# query i is at key offset + i. All rows and heads are computed at once, or as many as have `most` scores: on a CPU
+# these then stay in its caches.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
-def looped(q, k, v, query_segments, key_segments, offset, block, span, precision):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
+def looped(q, k, v, query_segments, key_segments, offset, block, span, most, precision):
     """q [R, L, K, G, h], k and v [R, S, K, h], segments [R, L] and [R, S], offset int32 [] -> like q."""
-    return _looped_forward(q, k, v, query_segments, key_segments, offset, block, span, precision)[0]
+    return _looped_forward(q, k, v, query_segments, key_segments, offset, block, span, most, precision)[0]
 
 
 def _pad(x: jax.Array, axis: int, to: int, fill: int = 0) -> jax.Array:
@@ -309,103 +322,148 @@ def _pad(x: jax.Array, axis: int, to: int, fill: int = 0) -> jax.Array:
     return jnp.pad(x, widths, constant_values=fill)
 
 
-def _part(x: jax.Array, number: Any, size: int, axis: int = -2) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, number * size, size, axis)
+def _divisor(of: int, most: int) -> int:
+    return max(n for n in range(1, of + 1) if of % n == 0 and (n <= most or n == 1))
 
 
-class _PaddedRow:
-    """A row as both passes use it: padded to whole blocks and spans, heads first."""
+class _Loop:
+    """The steps of a loop over rows, key heads and blocks of queries, and the padded arrays that it takes parts of."""
 
-    def __init__(self, q, k, v, query_segments, key_segments, offset, block, span, precision):
+    def __init__(self, q, k, v, query_segments, key_segments, offset, block, span, most, precision):
         self.block, self.span, self.offset = block, span, offset
         self.length, keys = q.shape[1], k.shape[1]
-        self.first = jnp.min(segment_starts(key_segments), axis=0)  # of the segments at each key of all rows
         self.q = _pad(operand(q, 1, precision), -2, block)
         self.k, self.v = (_pad(operand(x, 1, precision), -2, span) for x in (k, v))
         # Padding is in no segment, and that of queries and that of keys do not match.
         self.query_segments = _pad(query_segments, 1, block, -1)
         self.key_segments = _pad(key_segments, 1, span, -2)
-        self.blocks = self.q.shape[-2] // block
+        rows, heads, group = self.q.shape[:3]
+        of_head = group * block * span
+        self.at_once = _divisor(rows, most // (heads * of_head)), _divisor(heads, most // of_head)
+        self.sizes = rows // self.at_once[0], heads // self.at_once[1], self.q.shape[-2] // block
         self.spans = -(-keys // span)
+        # Of the segments at each key of the rows at once.
+        self.first = jnp.min(segment_starts(key_segments).reshape(self.sizes[0], -1, keys), axis=1)
 
-    def range_of(self, i: Any) -> tuple[jax.Array, jax.Array]:
-        """The spans of keys, as (from, up to), that the queries of block i can see."""
-        start = self.offset + i * self.block
-        return self.first[start] // self.span, jnp.minimum(-(-(start + self.block) // self.span), self.spans)
+    @property
+    def steps(self) -> jax.Array:
+        """[steps, 3]: number of the rows, of the heads, and of the block."""
+        return jnp.stack(jnp.meshgrid(*map(jnp.arange, self.sizes), indexing="ij"), axis=-1).reshape(-1, 3)
 
-    def mask(self, i: Any, j: Any) -> jax.Array:
-        queries = _part(self.query_segments, i, self.block, 1)
-        keys = _part(self.key_segments, j, self.span, 1)
-        return mask_of(queries, keys, self.offset + i * self.block - j * self.span)
+    def range_of(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The spans of keys, as (from, up to), that the queries of this step can see."""
+        start = self.offset + step[2] * self.block
+        return self.first[step[0], start] // self.span, jnp.minimum(-(-(start + self.block) // self.span), self.spans)
+
+    def mask(self, step: jax.Array, j: Any) -> jax.Array:
+        queries, keys = (
+            jax.lax.dynamic_slice(x, (step[0] * self.at_once[0], number * size), (self.at_once[0], size))
+            for x, number, size in ((self.query_segments, step[2], self.block), (self.key_segments, j, self.span))
+        )
+        return mask_of(queries, keys, self.offset + step[2] * self.block - j * self.span)
+
+    def place(self, x: jax.Array, step: jax.Array, number: Any, size: int, axis: int = -2) -> tuple[Any, Any]:
+        """Where the rows and heads of this step, and this part of the positions, begin in x [R, K, ...]; its sizes."""
+        starts, sizes = [jnp.int32(0)] * x.ndim, list(x.shape)
+        starts[0], starts[1], starts[axis] = step[0] * self.at_once[0], step[1] * self.at_once[1], number * size
+        sizes[0], sizes[1], sizes[axis] = *self.at_once, size
+        return starts, sizes
+
+    def queries(self, x: jax.Array, step: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(x, *self.place(x, step, step[2], self.block))
+
+    def keys(self, x: jax.Array, step: jax.Array, j: Any, axis: int = -2) -> jax.Array:
+        return jax.lax.dynamic_slice(x, *self.place(x, step, j, self.span, axis))
 
     def whole(self, parts: jax.Array) -> jax.Array:
-        """[blocks, R, K, G, B, n] -> [R, K, G, L, n]"""
-        joined = jnp.moveaxis(parts, 0, 3)
-        return joined.reshape(*joined.shape[:3], -1, joined.shape[-1])[..., : self.length, :]
+        """[steps, rows, heads, G, B, n] -> [R, K, G, L, n]"""
+        x = parts.reshape(*self.sizes, *parts.shape[1:]).transpose(0, 3, 1, 4, 5, 2, 6, 7)
+        return x.reshape(*self.q.shape[:-1], x.shape[-1])[..., : self.length, :]
 
 
-def _looped_forward(q, k, v, query_segments, key_segments, offset, block, span, precision):
-    row = _PaddedRow(q, k, v, query_segments, key_segments, offset, block, span, precision)
+def _looped_forward(q, k, v, query_segments, key_segments, offset, block, span, most, precision):
+    loop = _Loop(q, k, v, query_segments, key_segments, offset, block, span, most, precision)
 
-    def of_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        queries = _part(row.q, i, block)
+    def of_step(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        queries = loop.queries(loop.q, step)
 
         def add(j: jax.Array, carry: Any) -> Any:
             top, total, out = carry
-            scores = scores_of(queries, _part(row.k, j, span), row.mask(i, j), precision)
+            scores = scores_of(queries, loop.keys(loop.k, step, j), loop.mask(step, j), precision)
             # A query that has not seen its own segment yet sums weights of masked keys; the first real score, at the
             # latest its own, removes them: exp(MASKED - score) is 0.
             new = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
             weights, kept = jnp.exp(scores - new), jnp.exp(top - new)
             total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)
-            out = out * kept + by_values(weights, _part(row.v, j, span), precision).reshape(out.shape)
+            out = out * kept + by_values(weights, loop.keys(loop.v, step, j), precision).reshape(out.shape)
             return new, total, out
 
         nothing = jnp.zeros((*queries.shape[:-1], 1), jnp.float32)
         start = (nothing + MASKED, nothing, jnp.zeros(queries.shape, jnp.float32))
-        top, total, out = jax.lax.fori_loop(*row.range_of(i), add, start)
-        return (out / total).astype(row.q.dtype), top + jnp.log(total)
+        top, total, out = jax.lax.fori_loop(*loop.range_of(step), add, start)
+        return out / total, top + jnp.log(total)
 
-    out, log_total = jax.lax.map(of_block, jnp.arange(row.blocks))
-    out, log_total = kept(heads_last(row.whole(out), 1).astype(q.dtype), row.whole(log_total))
+    out, log_total = jax.lax.map(of_step, loop.steps)
+    out, log_total = kept(heads_last(loop.whole(out), 1).astype(q.dtype), loop.whole(log_total))
     return out, (q, k, v, query_segments, key_segments, offset, out, log_total)
 
 
-def looped_backward(block, span, precision, saved, g):
+def looped_backward(block, span, most, precision, saved, g):
     q, k, v, query_segments, key_segments, offset, out, log_total = saved
-    row = _PaddedRow(q, k, v, query_segments, key_segments, offset, block, span, precision)
+    loop = _Loop(q, k, v, query_segments, key_segments, offset, block, span, most, precision)
     gt, log_total = _pad(operand(g, 1, precision), -2, block), _pad(log_total, -2, block)
     mean = _pad(mean_of(out, g, 1), -2, block)
+    # With a barrier, or the product with it would be turned, into one without a fast kernel.
+    keys_turned = jax.lax.optimization_barrier(jnp.swapaxes(loop.k, -1, -2))
 
-    def of_block(sums: Any, i: jax.Array) -> tuple[Any, jax.Array]:
-        own = [_part(x, i, block) for x in (row.q, log_total, mean, gt)]
+    def of_step(sums: Any, step: jax.Array) -> tuple[Any, jax.Array]:
+        queries, log_sum, average, cotangent = (loop.queries(x, step) for x in (loop.q, log_total, mean, gt))
 
         def add(j: jax.Array, carry: Any) -> Any:
-            queries, log_sum, average, cotangent = own
-            parts = attend_block_backward(
-                queries, _part(row.k, j, span), _part(row.v, j, span), row.mask(i, j), log_sum, average, cotangent,
-                precision,
-            )  # fmt: skip
+            keys, values = (loop.keys(x, step, j) for x in (loop.k, loop.v))
             dq, *sums = carry
-            return dq + parts[0], *(
-                jax.lax.dynamic_update_slice_in_dim(x, _part(x, j, span, -1) + part, j * span, -1)
-                for x, part in zip(sums, parts[1:], strict=True)
+            by_query, *parts = _backward_by_key(
+                queries, keys, values, loop.keys(keys_turned, step, j, -1), loop.mask(step, j), log_sum, average,
+                cotangent, precision,
+            )  # fmt: skip
+            return dq + by_query, *(
+                jax.lax.dynamic_update_slice(x, loop.keys(x, step, j) + part, loop.place(x, step, j, span)[0])
+                for x, part in zip(sums, parts, strict=True)
             )
 
-        dq, *sums = jax.lax.fori_loop(*row.range_of(i), add, (jnp.zeros(own[0].shape, jnp.float32), *sums))
-        return tuple(sums), dq.astype(q.dtype)
+        dq, *sums = jax.lax.fori_loop(*loop.range_of(step), add, (jnp.zeros(queries.shape, jnp.float32), *sums))
+        return tuple(sums), dq
 
-    empty = jnp.zeros((*row.k.shape[:-2], row.k.shape[-1], row.k.shape[-2]), jnp.float32)  # [R, K, h, S]
-    (dk, dv), dq = jax.lax.scan(of_block, (empty, empty), jnp.arange(row.blocks))
-    keys = k.shape[1]
-    return (
-        heads_last(row.whole(dq), 1),
-        dk[..., :keys].transpose(0, 3, 1, 2).astype(k.dtype),
-        dv[..., :keys].transpose(0, 3, 1, 2).astype(v.dtype),
-        None,
-        None,
-        None,
-    )
+    empty = jnp.zeros(loop.k.shape, jnp.float32)
+    (dk, dv), dq = jax.lax.scan(of_step, (empty, empty), loop.steps)
+    dk, dv = (heads_last(x, 1)[:, : k.shape[1]].astype(k.dtype) for x in (dk, dv))
+    return heads_last(loop.whole(dq), 1).astype(q.dtype), dk, dv, None, None, None
+
+
+def _backward_by_key(q, k, v, keys_turned, mask, log_total, mean, g, precision):
+    """attend_block_backward, with dk and dv [..., K, W, h]; keys_turned: k as [..., K, h, W].
+
+    It has P' and dS', keys first: all five products are of a kind for which XLA for CPUs has a fast kernel, in bfloat16
+    too. On small blocks that kernel is the slower one.
+    """
+    block, scale = q.shape[-3:-1], 1 / math.sqrt(q.shape[-1])
+
+    def by_key(a: jax.Array, b: jax.Array) -> jax.Array:
+        product = _product(a, _rows(b), (1, 1), precision)
+        return product.reshape(*product.shape[:-1], *block)  # [..., K, W, G, B]
+
+    def of_query(x: jax.Array) -> jax.Array:
+        return x[..., 0][..., None, :, :]
+
+    visible = jnp.swapaxes(mask, -1, -2)[..., None, :, None, :]
+    weights = jnp.exp(jnp.where(visible, by_key(k, q) * scale, MASKED) - of_query(log_total))
+    by_score = (weights * (by_key(v, g) - of_query(mean)) * scale).astype(q.dtype)
+    by_score, weights = (x.reshape(*x.shape[:-2], -1) for x in (by_score, weights.astype(v.dtype)))
+    dk, dv = _product(by_score, _rows(q), (1, 0), precision), _product(weights, _rows(g), (1, 0), precision)
+    dq = _product(keys_turned, by_score, (1, 0), precision)
+    # Without the barrier the compiler swaps the operands to save the transposition of the product's small result.
+    dq, dk, dv = jax.lax.optimization_barrier((dq, dk, dv))
+    return jnp.swapaxes(dq, -1, -2).reshape(q.shape), dk, dv
 
 
 looped.defvjp(_looped_forward, looped_backward)

@@ -29,7 +29,7 @@ class Backend:
     """A backend and its parameters, by name so that it can be a static argument; made by `choose`."""
 
     name: str = "blocks"  # blocks | splash | cudnn | cudnn_mask | tiles
-    float32: bool = False  # blocks: products have operands in float32, whatever the compute dtype is
+    cpu: bool = False  # blocks, tiles: for a CPU's kernels and caches
     segments: int = 0  # cudnn: the most segments in a row
     chip: str = ""  # splash: device kind, which decides the sizes of its blocks
     interpret: bool = False  # splash: run its kernels step by step in XLA, for tests without a TPU
@@ -46,17 +46,17 @@ class Backend:
             case "cudnn_mask":
                 return cudnn.attend_masked(q, k, v, segments)
             case "tiles":
-                return tiles.attend(q, k, v, segments, precision)
+                return tiles.attend(q, k, v, segments, precision, cpu=self.cpu)
         assert self.name == "blocks", self.name
-        return blocks.attend(q, k, v, segments, jax.lax.Precision.HIGHEST if self.float32 else precision)
+        return blocks.attend(q, k, v, segments, precision, cpu=self.cpu)
 
 
 BLOCKS, TILES = Backend(), Backend("tiles")
 
 
-def blocks_on(platform: str) -> Backend:
-    """Blocks. A CPU's products of bfloat16 are no faster than those of float32 where a matrix has few columns."""
-    return Backend(float32=platform == "cpu")
+def plain_on(platform: str, *, bitwise: bool = False) -> Backend:
+    """The backend in plain XLA: blocks, or tiles for config.numerics=bitwise."""
+    return Backend("tiles" if bitwise else "blocks", cpu=platform == "cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,20 +78,20 @@ class CannotHere(ValueError):
 def choose(wanted: str, device: jax.Device, shapes: Shapes) -> tuple[Backend, str]:
     """The backend for config.model.attention, and a line on it. Raises ValueError if it is not available here."""
     if shapes.bitwise:
-        return TILES, "attention: tiles, in plain XLA (config.numerics=bitwise)"
+        return plain_on(device.platform, bitwise=True), "attention: tiles, in plain XLA (config.numerics=bitwise)"
     if wanted == "blocks":
-        return blocks_on(device.platform), "attention: blocks, in plain XLA"
+        return plain_on(device.platform), "attention: blocks, in plain XLA"
     choices = {"splash": _splash, "cudnn": _cudnn}
     own = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(device.platform)
     name = own if wanted == "auto" else wanted
     if name is None:
-        return blocks_on(device.platform), f"attention: blocks, in plain XLA ({device.platform})"
+        return plain_on(device.platform), f"attention: blocks, in plain XLA ({device.platform})"
     try:
         return choices[name](device, shapes, any_size=wanted != "auto")
     except CannotHere as error:
         if wanted != "auto":
             raise ValueError(f"config.model.attention={wanted}: {error}") from error
-        return blocks_on(device.platform), f"attention: blocks, in plain XLA; not {name}: {error}"
+        return plain_on(device.platform), f"attention: blocks, in plain XLA; not {name}: {error}"
 
 
 def _splash(device: jax.Device, shapes: Shapes, *, any_size: bool) -> tuple[Backend, str]:

@@ -29,6 +29,7 @@ from scalerl_jax.model.attention.blocks import (
     heads_last,
     kept,
     looped_backward,
+    scores_at_once,
     unrolled_backward,
 )
 from scalerl_jax.model.precision import rounded
@@ -40,22 +41,24 @@ _SMALL_PRODUCT = 2**14  # elements of the right operand; XLA's kernels for CPUs 
 _UNSEEN = 1e30  # log of the sum for a query without visible keys: its probabilities are 0 in the backward pass
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, precision: jax.lax.Precision) -> jax.Array:
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, precision: jax.lax.Precision, *, cpu: bool = False
+) -> jax.Array:
     """As blocks.attend, for whole rows."""
     assert segments.offset is None
     rows, length, heads, size = q.shape
     grouped = q.reshape(rows, length, k.shape[2], heads // k.shape[2], size)
-    return _tiled(grouped, k, v, segments.keys, segments.longest, precision).reshape(q.shape)
+    return _tiled(grouped, k, v, segments.keys, segments.longest, precision, cpu).reshape(q.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _tiled(q, k, v, segment_ids, longest, precision):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _tiled(q, k, v, segment_ids, longest, precision, cpu):
     """q [R, L, K, G, h], k and v [R, L, K, h] -> like q."""
-    return _tiled_forward(q, k, v, segment_ids, longest, precision)[0]
+    return _tiled_forward(q, k, v, segment_ids, longest, precision, cpu)[0]
 
 
-def _tiled_forward(q, k, v, segment_ids, longest, precision):
-    del longest
+def _tiled_forward(q, k, v, segment_ids, longest, precision, cpu):
+    del longest, cpu
     dtype = str(q.dtype)
 
     def on_cpu(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> Any:
@@ -149,7 +152,7 @@ def _sum(x: jax.Array) -> jax.Array:
     return x
 
 
-def _tiled_backward(longest, precision, saved, g):
+def _tiled_backward(longest, precision, cpu, saved, g):
     q, k, v, segment_ids, out, log_total = saved
     length = q.shape[1]
     block = min(length, BLOCK)
@@ -157,7 +160,7 @@ def _tiled_backward(longest, precision, saved, g):
         return unrolled_backward(block, math.ceil((longest - 1) / block), precision, saved, g)
     offset, span = jnp.int32(0), min(length, LOOP_SPAN)
     saved = q, k, v, segment_ids, segment_ids, offset, out, log_total
-    return looped_backward(block, span, precision, saved, g)[:4]
+    return looped_backward(block, span, scores_at_once(cpu), precision, saved, g)[:4]
 
 
 _tiled.defvjp(_tiled_forward, _tiled_backward)
