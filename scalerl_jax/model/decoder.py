@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from scalerl_jax.model import row_blocks
@@ -34,8 +33,8 @@ from scalerl_jax.model.experts import ROUTERS, Routing, expert_mlp, moved, shard
 from scalerl_jax.model.families import FAMILIES
 from scalerl_jax.model.families.dense import WeightRow
 from scalerl_jax.model.lora import LowRank, split
-from scalerl_jax.model.precision import Precision
-from scalerl_jax.model.remat import BLOCK, PRODUCT, scan_blocks
+from scalerl_jax.model.precision import Precision, named
+from scalerl_jax.model.remat import BLOCK, INPUT, PRODUCT, scan_blocks
 from scalerl_jax.model.sharding import ROWS, abstract_weight, axes_of, constrain, spec
 from scalerl_jax.model.tensor_layout import rows, sizes
 
@@ -212,7 +211,7 @@ class Layer:
 
     def project(self, x: jax.Array, *leaves: str) -> Any:
         """x [..., in] times each of these matrices: [..., out], a list of them for several leaves."""
-        return self._each(leaves, lambda weight: checkpoint_name(project(x, weight, self._precision), PRODUCT))
+        return self._each(leaves, lambda weight: named(project(x, weight, self._precision), PRODUCT))
 
     def add(self, outputs: list[jax.Array], *leaves: str) -> list[jax.Array]:
         """Adds to each output [..., out] its bias, in float32, so that the bias's cotangent is summed in float32."""
@@ -232,7 +231,7 @@ class Layer:
     def route(self, x: jax.Array, leaf: str, how: str) -> Routing:
         """The experts of each token of x [..., width], by one of ROUTERS; all of it in float32."""
         precision = dataclasses.replace(self._precision, compute="float32")
-        logits = checkpoint_name(project(x.astype(jnp.float32), self._weights[leaf], precision), PRODUCT)
+        logits = named(project(x.astype(jnp.float32), self._weights[leaf], precision), PRODUCT)
         config = self._config
         routing = ROUTERS[how](logits, config.experts_per_token, normalize=config.norm_topk_prob, given=self._given)
         if self._given is not None:
@@ -295,8 +294,8 @@ class RowLayer(Layer):
     def project(self, x: jax.Array, *leaves: str) -> Any:
         weights = tuple(self._weights[leaf] for leaf in leaves)
         out = project_rows(x, weights, self._precision, self._lead, self._mesh)
-        named = [checkpoint_name(y, PRODUCT) for y in out]
-        return named if len(leaves) > 1 else named[0]
+        products = [named(y, PRODUCT) for y in out]
+        return products if len(leaves) > 1 else products[0]
 
     def rotate(self, x: jax.Array) -> jax.Array:
         return row_blocks.staged(_rotate_rows, (x, *self._rotation[:2]), (), self._lead, self._mesh)
@@ -442,7 +441,7 @@ def forward(
     def block(x: jax.Array, weights: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
         kind = RowLayer if precision.bitwise else Layer
         own = kind(weights, config, rotation, precision, mesh=mesh, real=segment_ids > 0, given=weights.get("given"))
-        x = layer(own, x, attend)
+        x = layer(own, named(x, INPUT), attend)
         counts = {}
         if own.chosen is not None:
             counts["expert_tokens"] = tokens_of(own.chosen, config.experts)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from scalerl_jax.model.lora import merged
 
@@ -51,3 +52,25 @@ def rounded(weight: jax.Array, dtype: str) -> jax.Array:
 
 
 rounded.defvjp(lambda weight, dtype: (rounded(weight, dtype), None), lambda dtype, _, g: (g,))
+
+
+def kept(x: jax.Array, name: str) -> jax.Array:
+    """`x`, under a name by which a remat policy may keep it (jax.ad_checkpoint). Not differentiable: for use inside the
+    forward rule of a custom derivative.
+
+    bfloat16 is kept as bits: XLA for CPUs writes to and reads from a stack of bfloat16 by way of a float32 copy of all
+    of it.
+    """
+    if x.dtype != jnp.bfloat16:
+        return checkpoint_name(x, name)
+    bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint16), name)
+    return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def named(x: jax.Array, name: str) -> jax.Array:
+    """As `kept`, differentiable."""
+    return kept(x, name)
+
+
+named.defvjp(lambda x, name: (kept(x, name), None), lambda name, _, g: (g,))

@@ -21,6 +21,7 @@ from scalerl_jax.model.attention import SAVED
 NONE, SAVE_PRODUCTS, SAVE_ATTENTION, BLOCK, FULL = "none", "save_products", "save_attention", "block", "full"
 REMATS = (NONE, SAVE_PRODUCTS, SAVE_ATTENTION, BLOCK, FULL)  # each takes less memory than those before
 PRODUCTS_AGAIN, ATTENTION_AGAIN = (SAVE_ATTENTION, BLOCK, FULL), (BLOCK, FULL)  # where these are recomputed
+INPUT = "input"  # of a block
 PRODUCT = "product"  # the name of a product with a weight (jax.ad_checkpoint)
 
 Block = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
@@ -64,4 +65,4 @@ def _keeps(*names: str) -> Callable[..., bool]:
 
 
 _CUDNN = "dot_product_attention_fwd_wrapper"
-_POLICIES = {SAVE_ATTENTION: _keeps(SAVED), SAVE_PRODUCTS: _keeps(SAVED, PRODUCT)}
+_POLICIES = {SAVE_ATTENTION: _keeps(INPUT, SAVED), SAVE_PRODUCTS: _keeps(INPUT, SAVED, PRODUCT)}

@@ -28,7 +28,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+
+from scalerl_jax.model.precision import kept
 
 SAVED = "attention"  # name of the arrays kept for the backward pass (jax.ad_checkpoint), for a remat policy by names
 MASKED = -1e30
@@ -38,7 +39,7 @@ _SHORT_SEGMENT = 256
 MOST_UNROLLED = 8  # blocks: compile time grows with them
 _LOOP_BLOCK, LOOP_SPAN = 256, 256
 _MOST_SCORES = 2**28  # at once, if all blocks are one product: 1 GiB; the backward pass has three such arrays
-_CACHED_SCORES = 2**18  # at once in the loop for each core of a CPU: 1 MiB
+_CACHED_SCORES = 2**19  # at once in a loop on a core of a CPU: 2 MiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +73,21 @@ def attend(
     else:
         start = jnp.int32(0) if segments.offset is None else segments.offset
         sizes = min(length, _LOOP_BLOCK), min(k.shape[1], LOOP_SPAN)
-        out = looped(q, k, v, segments.queries, segments.keys, start, *sizes, scores_at_once(cpu), precision)
+        # A CPU computes loops side by side, each on one core: products as small as theirs are not divided.
+        loops, most = loops_on(cpu, kv_heads)
+        parts = zip(*(jnp.split(x, loops, axis=2) for x in (q, k, v)), strict=True)
+        outs = [looped(*part, segments.queries, segments.keys, start, *sizes, most, precision) for part in parts]
+        out = jnp.concatenate(outs, axis=2)
     return out.reshape(rows, length, heads, size)
 
 
-def scores_at_once(cpu: bool) -> int:
-    """Of the loop, if a row and key head have fewer."""
-    return _CACHED_SCORES * (os.cpu_count() or 1) if cpu else _MOST_SCORES
+def loops_on(cpu: bool, kv_heads: int) -> tuple[int, int]:
+    """The number of loops among which the key heads are divided, and the most scores at once in each."""
+    if not cpu:
+        return 1, _MOST_SCORES
+    cores = os.cpu_count() or 1
+    loops = _divisor(kv_heads, cores)
+    return loops, _CACHED_SCORES * (cores // loops)
 
 
 def attend_block(q, k, v, mask, precision):
@@ -133,11 +142,6 @@ def by_values(weights, v, precision):
 def mean_of(out: jax.Array, g: jax.Array, axis: int) -> jax.Array:
     """rowsum(dO * O), the mean of dO V' under P, heads first: [..., K, G, L, 1] float32."""
     return heads_first(jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True), axis)
-
-
-def kept(out: jax.Array, log_total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both unchanged, under the name by which a remat policy may keep them: then no score is recomputed."""
-    return checkpoint_name(out, SAVED), checkpoint_name(log_total, SAVED)
 
 
 def heads_first(x: jax.Array, axis: int) -> jax.Array:
@@ -207,7 +211,7 @@ def _unrolled_forward(q, k, v, segment_ids, block, back, precision):
         outs.append(out)
         logs.append(log_total)
     out = heads_last(jnp.concatenate(outs, axis=-2), 1).astype(q.dtype)
-    out, log_total = kept(out, jnp.concatenate(logs, axis=-2))
+    out, log_total = kept(out, SAVED), kept(jnp.concatenate(logs, axis=-2), SAVED)
     return out, (q, k, v, segment_ids, out, log_total)
 
 
@@ -276,7 +280,7 @@ def _window_operands(q, k, v, segment_ids, block, back, precision):
 def _windowed_forward(q, k, v, segment_ids, block, back, precision):
     out, log_total = attend_block(*_window_operands(q, k, v, segment_ids, block, back, precision), precision)
     out = heads_last(out, 2).reshape(q.shape[0], -1, *q.shape[2:])[:, : q.shape[1]].astype(q.dtype)
-    out, log_total = kept(out, log_total)
+    out, log_total = kept(out, SAVED), kept(log_total, SAVED)
     return out, (q, k, v, segment_ids, out, log_total)
 
 
@@ -393,9 +397,9 @@ def _looped_forward(q, k, v, query_segments, key_segments, offset, block, span, 
             # A query that has not seen its own segment yet sums weights of masked keys; the first real score, at the
             # latest its own, removes them: exp(MASKED - score) is 0.
             new = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
-            weights, kept = jnp.exp(scores - new), jnp.exp(top - new)
-            total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)
-            out = out * kept + by_values(weights, loop.keys(loop.v, step, j), precision).reshape(out.shape)
+            weights, remains = jnp.exp(scores - new), jnp.exp(top - new)
+            total = total * remains + jnp.sum(weights, axis=-1, keepdims=True)
+            out = out * remains + by_values(weights, loop.keys(loop.v, step, j), precision).reshape(out.shape)
             return new, total, out
 
         nothing = jnp.zeros((*queries.shape[:-1], 1), jnp.float32)
@@ -404,7 +408,7 @@ def _looped_forward(q, k, v, query_segments, key_segments, offset, block, span, 
         return out / total, top + jnp.log(total)
 
     out, log_total = jax.lax.map(of_step, loop.steps)
-    out, log_total = kept(heads_last(loop.whole(out), 1).astype(q.dtype), loop.whole(log_total))
+    out, log_total = kept(heads_last(loop.whole(out), 1).astype(q.dtype), SAVED), kept(loop.whole(log_total), SAVED)
     return out, (q, k, v, query_segments, key_segments, offset, out, log_total)
 
 

@@ -25,14 +25,14 @@ from scalerl_jax.model.attention.blocks import (
     LOOP_SPAN,
     MASKED,
     MOST_UNROLLED,
+    SAVED,
     Segments,
     heads_last,
-    kept,
     looped_backward,
-    scores_at_once,
+    loops_on,
     unrolled_backward,
 )
-from scalerl_jax.model.precision import rounded
+from scalerl_jax.model.precision import kept, rounded
 from scalerl_jax.model.row_blocks import QUERIES, ROWS, TILE, barrier, in_a_loop
 
 Tile = Callable[[Any], tuple[jax.Array, jax.Array]]  # number -> keys [W, K, h, T], values [W, K, T, h]
@@ -69,7 +69,7 @@ def _tiled_forward(q, k, v, segment_ids, longest, precision, cpu):
         q, k, v, segment_ids, cpu=on_cpu,
         default=functools.partial(_rows_over_tiles, dtype=dtype, precision=precision),
     )  # fmt: skip
-    out, log_total = kept(heads_last(out, 1), log_total)
+    out, log_total = kept(heads_last(out, 1), SAVED), kept(log_total, SAVED)
     return out, (q, k, v, segment_ids, out, log_total)
 
 
@@ -160,7 +160,7 @@ def _tiled_backward(longest, precision, cpu, saved, g):
         return unrolled_backward(block, math.ceil((longest - 1) / block), precision, saved, g)
     offset, span = jnp.int32(0), min(length, LOOP_SPAN)
     saved = q, k, v, segment_ids, segment_ids, offset, out, log_total
-    return looped_backward(block, span, scores_at_once(cpu), precision, saved, g)[:4]
+    return looped_backward(block, span, loops_on(cpu, 1)[1], precision, saved, g)[:4]
 
 
 _tiled.defvjp(_tiled_forward, _tiled_backward)
