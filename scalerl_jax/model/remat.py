@@ -21,20 +21,18 @@ from scalerl_jax.model.attention import SAVED
 NONE, SAVE_PRODUCTS, SAVE_ATTENTION, BLOCK, FULL = "none", "save_products", "save_attention", "block", "full"
 REMATS = (NONE, SAVE_PRODUCTS, SAVE_ATTENTION, BLOCK, FULL)  # each takes less memory than those before
 PRODUCTS_AGAIN, ATTENTION_AGAIN = (SAVE_ATTENTION, BLOCK, FULL), (BLOCK, FULL)  # where these are recomputed
-INPUT = "input"  # of a block
-PRODUCT = "product"  # the name of a product with a weight (jax.ad_checkpoint)
+INPUT, PRODUCT = "input", "product"  # the names of a block's input and of a product with a weight (precision.named)
 
 Block = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 
 
 def scan_blocks(block: Block, x: jax.Array, weights: Any, remat: str) -> tuple[jax.Array, Any]:
-    """`x` through every block, and their other outputs, stacked. weights: stacked over blocks. As jax.lax.scan."""
+    """`x` through every block, and their other outputs, stacked. weights: stacked over blocks. As jax.lax.scan. A block
+    names its input INPUT."""
     if remat == NONE:
         return jax.lax.scan(block, x, weights)
     if remat in _POLICIES:
         return jax.lax.scan(jax.checkpoint(block, policy=_POLICIES[remat]), x, weights)
-    if remat == BLOCK:
-        return jax.lax.scan(jax.checkpoint(block), x, weights)
     assert remat == FULL, remat
     count = len(jax.tree.leaves(weights)[0])
     several = group_size(count)
@@ -65,4 +63,8 @@ def _keeps(*names: str) -> Callable[..., bool]:
 
 
 _CUDNN = "dot_product_attention_fwd_wrapper"
-_POLICIES = {SAVE_ATTENTION: _keeps(INPUT, SAVED), SAVE_PRODUCTS: _keeps(INPUT, SAVED, PRODUCT)}
+_POLICIES = {
+    BLOCK: jax.checkpoint_policies.save_only_these_names(INPUT),
+    SAVE_ATTENTION: _keeps(INPUT, SAVED),
+    SAVE_PRODUCTS: _keeps(INPUT, SAVED, PRODUCT),
+}

@@ -53,6 +53,34 @@ def test_equals_the_plain_formula(monkeypatch, lengths, seq_len, max_segment, pa
         np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "cores", "scores"),
+    [
+        pytest.param(8, 4, 2, 1, id="a row and a head at a time"),
+        pytest.param(8, 4, 2, 2 * 2 * 8 * 12, id="two heads of a row"),
+        pytest.param(6, 3, 2, 6 * 2 * 8 * 12, id="two rows, one loop"),
+        pytest.param(4, 2, 64, 2**20, id="all at once"),
+    ],
+)
+def test_parts_of_rows_and_heads_on_a_cpu(monkeypatch, heads, kv_heads, cores, scores):
+    """Loops side by side, each over as many rows and key heads at once as its scores allow."""
+    monkeypatch.setattr(blocks, "_LOOP_BLOCK", 8)
+    monkeypatch.setattr(blocks, "LOOP_SPAN", 12)
+    monkeypatch.setattr(blocks, "MOST_UNROLLED", 1)
+    monkeypatch.setattr(blocks, "_CACHED_SCORES", scores)
+    monkeypatch.setattr(blocks.os, "cpu_count", lambda: cores)
+    ids = np.stack([segments(row, 51) for row in ([20, 9, 22], [1, 43, 2], [], [51])])
+    args = inputs(ids, heads=heads, kv_heads=kv_heads)
+    at = cotangent(args[0].shape) * (ids > 0)[..., None, None]
+
+    def ours(q, k, v):
+        return attention.packed_attention(q, k, v, ids, precision=HIGHEST, backend=attention.plain_on("cpu"))
+
+    found = value_and_gradients(ours, args, at)
+    for got, wanted in zip(found, value_and_gradients(lambda *a: plain(*a, ids), args, at)):
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
 def test_default_blocks_on_a_row_of_2200():
     ids = segments([1500, 600], 2200)[None]
     args = inputs(ids, heads=2, kv_heads=1)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -66,10 +67,27 @@ def computed(function, *arguments):
     return counts
 
 
-def test_with_attention_kept_no_score_is_computed_again():
-    params = params_of()
-    counts = {name: computed(jax.grad(loss_of(DECODER, 64, remat=name)), params)["exp"] for name in REMATS}
-    assert counts["save_products"] == counts["save_attention"] == counts["none"] < counts["block"]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_kept_is_not_computed_again(dtype):
+    """Scores, by their exponentials, and products; bfloat16 is kept as bits, by the same names."""
+    params, precision = params_of(), Precision(dtype, dtype)
+    found = {name: computed(jax.grad(loss_of(DECODER, 64, remat=name, precision=precision)), params) for name in REMATS}
+    scores, products = ({name: counts[kind] for name, counts in found.items()} for kind in ("exp", "dot_general"))
+    assert scores["save_products"] == scores["save_attention"] == scores["none"] < scores["block"]
+    assert products["save_products"] == products["none"] < products["save_attention"] < products["block"]
+
+
+def test_a_stack_of_bfloat16_is_no_stack_of_float32():
+    """Where XLA for CPUs would write to a stack of bfloat16 by way of float32, several times as large a one."""
+    decoder = dataclasses.replace(DECODER, layers=LAYERS)
+    params, precision = params_of(decoder), Precision("bfloat16", "bfloat16")
+    for name in ("save_products", "save_attention", "block"):
+        loss = loss_of(decoder, 64, remat=name, precision=precision)
+        text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+        kept = re.findall(r"= (\w+\[6,2,64,\d+\])", text)
+        assert any(shape.startswith("u16") for shape in kept) and not any(shape.startswith("bf16") for shape in kept), (
+            name
+        )
 
 
 @pytest.mark.slow
