@@ -38,11 +38,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from scalerl_jax.model.lora import LowRank, partition_of_factors
-from scalerl_jax.model.precision import Precision
+from scalerl_jax.model.precision import Precision, named
 from scalerl_jax.model.remat import PRODUCT
 from scalerl_jax.model.sharding import ROWS, axes_of, spec
 
@@ -116,7 +115,7 @@ def expert_mlp(x: jax.Array, routing: Routing, weights: Sequence[Weight], *, pre
     chosen, shares = (part.reshape(len(tokens), -1) for part in routing[:2])
 
     def product(x: jax.Array, weight: Weight) -> jax.Array:
-        return checkpoint_name(grouped_product(x, weight, sizes, precision), PRODUCT)
+        return named(grouped_product(x, weight, sizes, precision), PRODUCT)
 
     order, inverse, sizes = _sorted(chosen.reshape(-1), len(weights[0][0]))
     pairs = _to_pairs(tokens, order, inverse)
