@@ -92,11 +92,12 @@ def test_a_stack_of_bfloat16_is_no_stack_of_float32():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_with_products_of_experts_kept_none_is_computed_again(dtype):
-    params, precision = params_of(MOE), Precision(dtype, dtype)
+@pytest.mark.parametrize("decoder", [DECODER, MOE], ids=["dense", "experts"])
+def test_with_products_kept_none_is_computed_again(decoder, dtype):
+    params, precision = params_of(decoder), Precision(dtype, dtype)
     counts = {
         name: [
-            computed(jax.grad(loss_of(MOE, 64, remat=name, precision=precision)), params)[kind]
+            computed(jax.grad(loss_of(decoder, 64, remat=name, precision=precision)), params)[kind]
             for kind in ("dot_general", "while")
         ]
         for name in ("none", "save_products", "save_attention")
