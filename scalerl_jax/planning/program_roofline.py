@@ -262,6 +262,9 @@ class _ProgramReader:
             return 0.0
         if one.op == "copy-start":  # the copy, what is copied
             return float(sum(array.moved for array in one.arrays[:2]))
+        if one.op.removesuffix("-start") in _SLICES and one.op.endswith("-start"):  # operands, the slice, its end's data
+            part = one.arrays[len(one.operands)]
+            return float(part.size + part.moved)
         begun = one.op.endswith("-start")  # its result lists the operands, the results, and data for its end
         if not one.called or (one.op != "fusion" and not begun):
             return self._alone(computation, one)

@@ -2,10 +2,11 @@
 
     python -m tests.accelerator_compile.programs TOPOLOGY CASE [CASE ...]
 
-A case is one of UPDATES, or `engine`. Of each program: how many arrays it takes over (donation), the largest array that
-it copies, the dtypes of its products' operands, what travels along which axes of the mesh, and its memory.
+A case is one of UPDATES or of ENGINES. Of each program: how many arrays it takes over (donation), the largest array
+that it copies, the dtypes of its products' operands, what travels along which axes of the mesh, and its memory.
 """
 
+import dataclasses
 import functools
 import json
 import re
@@ -39,6 +40,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 1024, "layers": 4,
 }  # fmt: skip
 DENSE = toy_decoder(**SIZES)
+ENGINES = {"engine": DENSE, "engine, narrow heads": dataclasses.replace(DENSE, heads=8, kv_heads=4, head_dim=64)}
 EXPERTS = toy_decoder(family="qwen3_moe", **{**SIZES, "experts": 8, "moe_intermediate_size": 256})
 SLOTS, CACHE, LONG_CACHE = 64, 512, 2048
 BFLOAT16 = Precision("bfloat16", "bfloat16")
@@ -78,6 +80,10 @@ def facts(program: Any, mesh: dict[str, int] | None = None) -> dict[str, Any]:
         "received": received(text, mesh) if mesh else {},
         "temporaries": memory.temp_size_in_bytes,
         "peak": memory.peak_memory_in_bytes,
+        "allocated": memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes,
         "attention": sorted(set(re.findall(r"fmhaSoftmax\w*|splash_mha_(?:fwd|dq|dkv)|live_attention", text))),
     }
 
@@ -108,16 +114,17 @@ def of_update(case: str, devices: list[jax.Device]) -> Iterator[tuple[str, dict[
         yield f"{case}: compare", facts(compared, sizes) | of_all
 
 
-def of_engine(device: jax.Device) -> Iterator[tuple[str, dict[str, Any]]]:
+def of_engine(case: str, device: jax.Device) -> Iterator[tuple[str, dict[str, Any]]]:
+    config = ENGINES[case]
     on = jax.sharding.SingleDeviceSharding(device)
     precision = decode_precision(BFLOAT16, device)
 
     def there(tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=on), tree)
 
-    weights = there(abstract_weights(DENSE, BFLOAT16))
+    weights = there(abstract_weights(config, BFLOAT16))
     state, long = (
-        there(jax.eval_shape(functools.partial(decode.empty_state, DENSE, precision, slots=SLOTS, length=length)))
+        there(jax.eval_shape(functools.partial(decode.empty_state, config, precision, slots=SLOTS, length=length)))
         for length in (CACHE, LONG_CACHE)
     )
     tokens = jax.ShapeDtypeStruct((128,), jnp.int32, sharding=on)
@@ -125,7 +132,7 @@ def of_engine(device: jax.Device) -> Iterator[tuple[str, dict[str, Any]]]:
     numbers = jax.ShapeDtypeStruct((3,), jnp.int32, sharding=on)
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=on)
     settings = there(decode.empty_settings(SLOTS))
-    both: dict[str, Any] = {"config": DENSE, "precision": precision}
+    both: dict[str, Any] = {"config": config, "precision": precision}
     prefix = there(
         jax.eval_shape(
             lambda keys, values: caches.fit_prefix(keys, values, length=CACHE, keys_last=precision.keys_last),
@@ -134,7 +141,7 @@ def of_engine(device: jax.Device) -> Iterator[tuple[str, dict[str, Any]]]:
     )
     hidden = there(jax.eval_shape(functools.partial(_hidden, **both), weights, tokens))[0]
     ids = jax.ShapeDtypeStruct((len(hidden), 1), jnp.int32, sharding=on)
-    shared = there(jax.eval_shape(functools.partial(prompts.empty, DENSE, precision, rows=2, length=CACHE)))
+    shared = there(jax.eval_shape(functools.partial(prompts.empty, config, precision, rows=2, length=CACHE)))
     of_chunk: Any = {**both, "steps": 4, "maximum": CACHE}
     chunk = functools.partial(decode.decode_chunk.lower, weights, state, **of_chunk)
     lowered: dict[str, Callable[[], Any]] = {
@@ -157,7 +164,7 @@ def of_engine(device: jax.Device) -> Iterator[tuple[str, dict[str, Any]]]:
         "weights": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights)),
     }
     for name, lower in lowered.items():
-        yield f"engine: {name}", facts(lower().compile()) | of_all
+        yield f"{case}: {name}", facts(lower().compile()) | of_all
 
 
 def main(topology: str, cases: list[str]) -> None:
@@ -167,7 +174,7 @@ def main(topology: str, cases: list[str]) -> None:
     found: dict[str, dict[str, Any]] = {}
     with compiled.cudnn_of(devices[0]):
         for case in cases:
-            found |= of_engine(devices[0]) if case == "engine" else of_update(case, devices)
+            found |= of_engine(case, devices[0]) if case in ENGINES else of_update(case, devices)
     print(json.dumps(found))
 
 

@@ -171,6 +171,15 @@ ENTRY %main (p.0: f32[1024]) -> f32[1024] {
 }
 """
     assert of(text).moved == 2 * 4096
+    text = """
+ENTRY %main (p.0: bf16[2048,512]) -> bf16[512,512] {
+  %p.0 = bf16[2048,512]{1,0:T(8,128)(2,1)} parameter(0)
+  %start = ((bf16[2048,512]{1,0:T(8,128)(2,1)}), bf16[512,512]{1,0:T(8,128)(2,1)S(1)}, s32[]{:S(2)}) slice-start(%p.0), slice={[0:512], [0:512]}
+  %done = bf16[512,512]{1,0:T(8,128)(2,1)S(1)} slice-done(%start)
+  ROOT %n = bf16[512,512]{1,0:T(8,128)(2,1)} negate(%done)
+}
+"""  # noqa: E501
+    assert of(text).moved == 2 * 2 * 512 * 512
 
 
 def test_float32_products_take_the_rate_of_float32():

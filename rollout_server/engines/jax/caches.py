@@ -6,9 +6,12 @@ and XLA would keep all caches twice. So the steps of a chunk write into small ar
 slot, and read from them too; these are merged into the caches when the chunk ends (`Held`, `merged`).
 On accelerators keys have the layout of values, [B, K, S, h]; on CPUs [B, K, h, S], so that a step's product need not
 transpose them.
+A TPU would store heads narrower than its 128 lanes positions last, and copy all caches in every chunk. So there
+neighbouring key/value heads are one of 128 to the caches, if they fill it (`heads_of`): a query has zeros for the heads
+that are not its own (`grouped`), and of the values its own are taken (`ungrouped`).
 
-Legend: B slots, S positions, N steps of a chunk, C tokens, K key/value heads, G query heads that share one, H = K G,
-h head size.
+Legend: B slots, S positions, N steps of a chunk, C tokens, K key/value heads and h head size of the caches, G query
+heads that share one, H = K G, d head size of the queries.
 """
 
 import collections
@@ -31,6 +34,7 @@ from scalerl_jax.model.decoder_config import DecoderConfig
 
 Caches = list[jax.Array]  # per layer
 Prefix = Any  # (keys, values, experts | None) on the device, of decode.prefill
+_LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +54,34 @@ class Partial:
     top: jax.Array  # [B, K, G, 1] float32: the largest score
     total: jax.Array  # [B, K, G, 1] float32: sum of exp(score - top)
     mixed: jax.Array  # [B, K, G, h] float32: the values, each times exp(score - top)
+
+
+def heads_of(config: DecoderConfig, precision: DecodePrecision) -> tuple[int, int]:
+    """(K, h): the number of key/value heads to the caches, and their size."""
+    joined = _LANES // math.gcd(_LANES, config.head_dim) if precision.kept_apart else 1
+    fit = joined * config.head_dim == _LANES and config.kv_heads % joined == 0
+    return (config.kv_heads // joined, _LANES) if fit else (config.kv_heads, config.head_dim)
+
+
+def as_cached(x: jax.Array, config: DecoderConfig, precision: DecodePrecision) -> jax.Array:
+    """Keys or values as the model makes them, [..., heads, d], in the heads and dtype of the caches, [..., K, h]."""
+    return x.reshape(*x.shape[:-2], *heads_of(config, precision)).astype(precision.cache)
+
+
+def grouped(q: jax.Array, heads: int, size: int) -> jax.Array:
+    """Queries [..., H, d] by the heads of the caches: [..., K, G, h], for K `heads` of h `size`."""
+    *lead, count, own = q.shape
+    joined = size // own
+    parts = q.reshape(*lead, heads, joined, count // heads // joined, 1, own)
+    return (parts * jnp.eye(joined, dtype=q.dtype)[:, None, :, None]).reshape(*lead, heads, count // heads, size)
+
+
+def ungrouped(mixed: jax.Array, own: int) -> jax.Array:
+    """The values [..., H, d] that queries of size d `own` have mixed, out of [..., K, G, h]."""
+    *lead, heads, group, size = mixed.shape
+    joined = size // own
+    parts = mixed.reshape(*lead, heads, joined, group // joined, joined, own)
+    return jnp.einsum("...igih->...igh", parts).reshape(*lead, heads * group, own)
 
 
 def attend(
@@ -72,17 +104,17 @@ def attend(
     """
     slots, heads, size = q.shape
     kv_heads, length = v.shape[1:3]
-    grouped = q.reshape(slots, kv_heads, heads // kv_heads, size).astype(k.dtype)
+    queries = q.reshape(slots, kv_heads, heads // kv_heads, size).astype(k.dtype)
     dot: Any = {"precision": Precision(str(k.dtype)).dot, "preferred_element_type": jnp.float32}
     if first is None and live_attention.has_cudnn(v, precision):
         lengths = jnp.clip(jnp.where(live, position + 1, 1), 1, length)
-        mixed, total = cudnn.attend_prefixes(grouped, k, v, lengths)
+        mixed, total = cudnn.attend_prefixes(queries, k, v, lengths)
         if prompt is not None:
             own = Partial(total[..., None], jnp.ones_like(total[..., None]), mixed.astype(jnp.float32))
             mixed = _mixed([], [], [own, prompt], dot)
     else:
         product = "bkgh,bkhs->bkgs" if precision.keys_last else "bkgh,bksh->bkgs"
-        scores = jnp.einsum(product, grouped, k, **dot) * (1 / math.sqrt(size))
+        scores = jnp.einsum(product, queries, k, **dot) * (1 / math.sqrt(size))
         seen = jnp.arange(length) <= position[:, None]
         if first is not None:
             seen &= jnp.arange(length) >= first[:, None]
@@ -110,21 +142,20 @@ def _mixed(scores: list[jax.Array], values: list[jax.Array], others: list[Partia
 def attend_one(
     q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array, first: jax.Array, *, keys_last: bool
 ) -> jax.Array:
-    """As `attend`, of C tokens of one slot: q [C, H, h], v [K, S, h], first and position [C]; k [K, h, S], or as v.
+    """As `attend`, of C tokens of one slot: q [C, H, d], v [K, S, h], first and position [C]; k [K, h, S], or as v.
 
     keys_last: whether positions are the last dimension of keys.
     """
-    count, heads, size = q.shape
-    kv_heads, length = v.shape[:2]
-    grouped = q.reshape(count, kv_heads, heads // kv_heads, size).astype(k.dtype)
+    kv_heads, length, size = v.shape
+    queries = grouped(q, kv_heads, size).astype(k.dtype)
     dot: Any = {"precision": Precision(str(k.dtype)).dot, "preferred_element_type": jnp.float32}
     product = "ckgh,khs->kgcs" if keys_last else "ckgh,ksh->kgcs"
-    scores = jnp.einsum(product, grouped, k, **dot) * (1 / math.sqrt(size))
+    scores = jnp.einsum(product, queries, k, **dot) * (1 / math.sqrt(q.shape[-1]))
     at = jnp.arange(length)
     seen = (at <= position[:, None]) & (at >= first[:, None])
     weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1)
     mixed = jnp.einsum("kgcs,ksh->ckgh", weights.astype(v.dtype), v, **dot)
-    return mixed.reshape(count, heads, size).astype(q.dtype)
+    return ungrouped(mixed, q.shape[-1]).astype(q.dtype)
 
 
 def attend_held(
@@ -137,8 +168,8 @@ def attend_held(
     first: jax.Array | None = None,
     prompt: Partial | None = None,
 ) -> jax.Array:
-    """As `attend`, where positions 0..start - 1 [B] are in `held`, and those of steps 0..step of this chunk in `new`,
-    keys and values [B, K, N, h]. Of long caches a TPU reads only the live part."""
+    """As `attend`, of q [B, H, d], where positions 0..start - 1 [B] are in `held`, and those of steps 0..step of this
+    chunk in `new`, keys and values [B, K, N, h]. Of long caches a TPU reads only the live part."""
     arrays = q, held, new, start, step, first, prompt
     live, whole = (functools.partial(_attend_held, live=live) for live in (True, False))
     if live_attention.tile_of(held[1]):
@@ -150,36 +181,37 @@ def _attend_held(
     q: Any, held: Any, new: Any, start: Any, step: Any, first: Any, prompt: Any, *, live: bool
 ) -> jax.Array:  # fmt: skip
     """live: whether only the live part of `held` is read."""
-    slots, heads, size = q.shape
-    kv_heads, length = held[1].shape[1:3]
-    grouped = q.reshape(slots, kv_heads, heads // kv_heads, size).astype(held[0].dtype)
-    dot: Any = {"precision": Precision(str(grouped.dtype)).dot, "preferred_element_type": jnp.float32}
+    slots, kv_heads, length, size = held[1].shape
+    scale = 1 / math.sqrt(q.shape[-1])
+    queries = grouped(q, kv_heads, size).astype(held[0].dtype)
+    dot: Any = {"precision": Precision(str(queries.dtype)).dot, "preferred_element_type": jnp.float32}
     at, steps = jnp.arange(length), jnp.arange(new[1].shape[2])
     seen = at < start[:, None], jnp.broadcast_to(steps <= step, (slots, len(steps)))
     if first is not None:
         seen = seen[0] & (at >= first[:, None]), seen[1] & (start[:, None] + steps >= first[:, None])
 
     def scores(k: jax.Array, seen: jax.Array) -> jax.Array:
-        found = jnp.einsum("bkgh,bksh->bkgs", grouped, k, **dot) / math.sqrt(size)
+        found = jnp.einsum("bkgh,bksh->bkgs", queries, k, **dot) * scale
         return jnp.where(seen[:, None, None], found, MASKED)
 
     if live:
         begin = jnp.zeros_like(start) if first is None else first
-        of_held = live_attention.attend(grouped, held[0], held[1], begin, start, precision=dot["precision"])
+        of_held = live_attention.attend(queries, *held, begin, start, scale=scale, precision=dot["precision"])
         mixed = _mixed([scores(new[0], seen[1])], [new[1]], [Partial(*of_held), prompt], dot)
     else:
         mixed = _mixed([scores(k, mask) for k, mask in zip((held[0], new[0]), seen)], [held[1], new[1]], [prompt], dot)
-    return mixed.reshape(slots, heads, size).astype(q.dtype)
+    return ungrouped(mixed, q.shape[-1]).astype(q.dtype)
 
 
 def empty(config: DecoderConfig, precision: DecodePrecision, *, rows: int, length: int) -> tuple[Caches, Caches]:
     """Zeros for keys and values of so many rows, slots or prompts, each in its layout."""
 
-    def zeros(*shape: int) -> Caches:
-        return [jnp.zeros((rows, config.kv_heads, *shape), precision.cache) for _ in range(config.layers)]
+    heads, size = heads_of(config, precision)
 
-    keys = zeros(config.head_dim, length) if precision.keys_last else zeros(length, config.head_dim)
-    return keys, zeros(length, config.head_dim)
+    def zeros(*shape: int) -> Caches:
+        return [jnp.zeros((rows, heads, *shape), precision.cache) for _ in range(config.layers)]
+
+    return zeros(size, length) if precision.keys_last else zeros(length, size), zeros(length, size)
 
 
 def nothing_new(caches: Caches, steps: int) -> Caches:

@@ -26,9 +26,9 @@ whole cache (of long ones on accelerators only the live part: live_attention.py)
 as the longest slot allows, in a few compiled sizes, and fits it between chunks: cutting a part out of a longer one
 would cost a copy per chunk.
 
-Legend: B slots, W of them in a chunk, S positions, N steps, K key/value heads, G query heads that share one, H = K G,
-h head size, V vocabulary, P prompt positions (padded), F, E, T longest phrase, end of thinking and list of
-stop tokens, L layers, k experts of a token.
+Legend: B slots, W of them in a chunk, S positions, N steps, K key/value heads and h head size of the caches, H query
+heads, V vocabulary, P prompt positions (padded), F, E, T longest phrase, end of thinking and list of stop tokens,
+L layers, k experts of a token.
 """
 
 import dataclasses
@@ -189,8 +189,9 @@ def feed_prompt(
     values: Caches = []
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, local: bool = False) -> jax.Array:
-        keys.append(jnp.moveaxis(k[0], 0, 1 + precision.keys_last).astype(precision.cache))
-        values.append(jnp.moveaxis(v[0], 0, 1).astype(precision.cache))
+        key, value = (caches_lib.as_cached(x[0], config, precision) for x in (k, v))
+        keys.append(jnp.moveaxis(key, 0, 1 + precision.keys_last))
+        values.append(jnp.moveaxis(value, 0, 1))
         chunks = 1 + jnp.arange(len(tokens))[None] // config.attention_chunk if local else segment_ids
         backend = plain_on(precision.platform, bitwise=precision.bitwise)
         return packed_attention(q, k, v, chunks, precision=precision.dot, backend=backend)
@@ -239,10 +240,10 @@ def extend(
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, local: bool = False) -> jax.Array:
         i = next(layer)
-        new = jnp.moveaxis(k[0], 0, 1 + precision.keys_last), jnp.moveaxis(v[0], 0, 1)
+        key, value = (caches_lib.as_cached(x[0], config, precision) for x in (k, v))
         at = (0, 0, known) if precision.keys_last else (0, known, 0)
-        keys[i] = jax.lax.dynamic_update_slice(keys[i], new[0].astype(precision.cache), at)
-        values[i] = jax.lax.dynamic_update_slice(values[i], new[1].astype(precision.cache), (0, known, 0))
+        keys[i] = jax.lax.dynamic_update_slice(keys[i], jnp.moveaxis(key, 0, 1 + precision.keys_last), at)
+        values[i] = jax.lax.dynamic_update_slice(values[i], jnp.moveaxis(value, 0, 1), (0, known, 0))
         first = positions // config.attention_chunk * config.attention_chunk if local else jnp.zeros_like(positions)
         return caches_lib.attend_one(q[0], keys[i], values[i], positions, first, keys_last=precision.keys_last)[None]
 
@@ -439,22 +440,22 @@ def _feed(
             first = first - readers.known if first is not None else None
         rest: Any = {"first": first, "prompt": prompt}
         key, value = state.keys[layer], state.values[layer]
+        k, v = (caches_lib.as_cached(x, config, precision) for x in (k, v))
         if held is not None:
-            keys.append(jax.lax.dynamic_update_slice_in_dim(key, k.astype(key.dtype)[:, :, None], number, 2))
-            values.append(jax.lax.dynamic_update_slice_in_dim(value, v.astype(value.dtype)[:, :, None], number, 2))
-            caches = held.keys[layer], held.values[layer]
-            return caches_lib.attend_held(q, caches, (keys[-1], values[-1]), held.start, number, **rest)
+            keys.append(jax.lax.dynamic_update_slice_in_dim(key, k[:, :, None], number, 2))
+            values.append(jax.lax.dynamic_update_slice_in_dim(value, v[:, :, None], number, 2))
+            before, new = (held.keys[layer], held.values[layer]), (keys[-1], values[-1])
+            return caches_lib.attend_held(q, before, new, held.start, number, **rest)
         # A slot that is not live may be at any position, even past the cache's end: then nothing is written.
         write: Any = {"mode": "drop", "unique_indices": True}
         key_at = key.at[slots, :, :, position] if precision.keys_last else key.at[slots, :, position]
-        key = key_at.set(k.astype(key.dtype), **write)
-        value = value.at[slots, :, position].set(v.astype(value.dtype), **write)
-        keys.append(key)
-        values.append(value)
+        keys.append(key_at.set(k, **write))
+        values.append(value.at[slots, :, position].set(v, **write))
+        own = keys[-1], values[-1]
         if precision.bitwise:
             of_slots = attend_slots_on_cpu if precision.on_cpu else attend_slots
-            return of_slots(q, key, value, position, precision.dot)
-        return caches_lib.attend(q, key, value, position, live=state.live, precision=precision, **rest)
+            return of_slots(q, *own, position, precision.dot)
+        return caches_lib.attend(q, *own, position, live=state.live, precision=precision, **rest)
 
     x, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
     x = final_norm(x, weights["final_norm"], config, precision, lead=1)

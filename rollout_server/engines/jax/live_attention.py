@@ -49,13 +49,13 @@ def tile_of(cache: jax.Array) -> int:
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, end: jax.Array, *, precision: Any,
+    q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, end: jax.Array, *, scale: float, precision: Any,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """The largest score [B, K, G, 1] float32, the sum of exp(score - largest), likewise, and the values [B, K, G, h]
     float32, each times that, of q [B, K, G, h] over positions first..end - 1 [B] of k and v [B, K, S, h].
 
-    A slot without such positions has a sum of 0. interpret: without a TPU.
+    A slot without such positions has a sum of 0. scale: of the products of q and k. interpret: without a TPU.
     """
     from jax.experimental import pallas as pl  # a fifth of a second, for TPUs alone
     from jax.experimental.pallas import tpu as pltpu
@@ -89,7 +89,7 @@ def attend(
         scratch_shapes=[pltpu.VMEM(part, jnp.float32) for part in parts],
     )
     return pl.pallas_call(
-        functools.partial(_step, tile=tile, precision=precision),
+        functools.partial(_step, tile=tile, scale=scale, precision=precision),
         grid_spec=grid,
         out_shape=[jax.ShapeDtypeStruct((slots, *part), jnp.float32) for part in parts],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
@@ -101,7 +101,7 @@ def attend(
 def _step(
     slot: _Scalars, before: _Scalars, begin: _Scalars, count: _Scalars, first: _Scalars, end: _Scalars,
     q: Any, k: Any, v: Any, top_out: Any, total_out: Any, mixed_out: Any, top: Any, total: Any, mixed: Any,
-    *, tile: int, precision: Any,
+    *, tile: int, scale: float, precision: Any,
 ) -> None:  # fmt: skip
     """One tile of one slot."""
     from jax.experimental import pallas as pl
@@ -121,13 +121,13 @@ def _step(
     dot: Any = {"precision": precision, "preferred_element_type": jnp.float32}
     for head in range(q.shape[1]):
         scores = jax.lax.dot_general(q[0, head], k[0, head], (((1,), (1,)), ((), ())), **dot)
-        scores = jnp.where(seen, scores * (1 / math.sqrt(q.shape[3])), MASKED)
+        scores = jnp.where(seen, scores * scale, MASKED)
         old, new = top[head], jnp.maximum(top[head], jnp.max(scores, axis=-1, keepdims=True))
-        weights, scale = jnp.where(seen, jnp.exp(scores - new), 0.0), jnp.exp(old - new)
+        weights, less = jnp.where(seen, jnp.exp(scores - new), 0.0), jnp.exp(old - new)
         by_value = jax.lax.dot_general(weights.astype(v.dtype), v[0, head], (((1,), (0,)), ((), ())), **dot)
         top[head] = new
-        total[head] = total[head] * scale + jnp.sum(weights, axis=-1, keepdims=True)
-        mixed[head] = mixed[head] * scale + by_value
+        total[head] = total[head] * less + jnp.sum(weights, axis=-1, keepdims=True)
+        mixed[head] = mixed[head] * less + by_value
 
     @pl.when(number == count[own] - 1)
     def _() -> None:

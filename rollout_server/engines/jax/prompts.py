@@ -5,7 +5,7 @@ the decode loop feeds. So the slots' caches stay as short as the longest complet
 its readers. Attention over the prompt and over the slot's own part are two parts of one softmax (`Partial`).
 
 Legend: N rows, an even number, with one prompt in each; R seats of a row; W slots of a chunk; P positions of a row;
-K key/value heads, G query heads that share one, h head size.
+K key/value heads and h head size of the caches, G query heads that share one, d head size of the queries.
 """
 
 import dataclasses
@@ -88,17 +88,17 @@ def attend(
     first: jax.Array | None,
     precision: DecodePrecision,
 ) -> Partial:
-    """Attention of q [W, H, h] over the slots' prompts, from position first [W] on (None: 0).
+    """Attention of q [W, H, d] over the slots' prompts, from position first [W] on (None: 0).
 
     A slot without a seat has a total of 0.
     """
     keys, values = prompts.keys[layer], prompts.values[layer]
     count, heads, length, size = values.shape
-    per_row, group = readers.slots.shape[1], q.shape[1] // heads
+    per_row, group, scale = readers.slots.shape[1], q.shape[1] // heads, 1 / math.sqrt(q.shape[2])
     dot: Any = {"precision": Precision(str(keys.dtype)).dot, "preferred_element_type": jnp.float32}
     product = "kmh,khp->kmp" if precision.keys_last else "kmh,kph->kmp"
     # Queries by row: products of whole matrices, without a transposition inside.
-    grouped = q.reshape(len(q), heads, group, size).astype(keys.dtype)[readers.slots]  # [N, R, K, G, h]
+    grouped = caches.grouped(q, heads, size).astype(keys.dtype)[readers.slots]  # [N, R, K, G, h]
     grouped = jnp.moveaxis(grouped, 2, 1).reshape(count, heads, per_row * group, size)
     begin = jnp.zeros_like(readers.slots) if first is None else first[readers.slots]
     begin = jnp.repeat(begin, group, axis=1)  # [N, R G]
@@ -108,7 +108,7 @@ def attend(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         at = jnp.arange(length)
         seen = (at < known) & (at >= begin[:, None])
-        scores = jnp.where(seen, jnp.einsum(product, q, k, **dot) * (1 / math.sqrt(size)), MASKED)
+        scores = jnp.where(seen, jnp.einsum(product, q, k, **dot) * scale, MASKED)
         top = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - top)
         mixed = jnp.einsum("kmp,kph->kmh", weights.astype(v.dtype), v, **dot)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from rollout_server.engines.jax import prompts
+from rollout_server.engines.jax import caches, decode, prompts
 from rollout_server.engines.jax.compiled_programs import Kind
 from rollout_server.engines.jax.slots import SlotPool
 from rollout_server.engines.jax.weights import abstract_weights, decode_precision, decode_weights
@@ -14,7 +14,7 @@ from scalerl_jax.model import Precision
 from tests.rollout_server.engines.test_jax_decode import name_of, run, sequences
 from tests.rollout_server.jax_reference import ask, reference_logprobs, tiny
 from tests.support.families import CASES, QUICK, decoder
-from tests.support.models import random_tensors
+from tests.support.models import random_tensors, toy_decoder
 from tests.support.waiting import eventually
 
 PRECISION = Precision()
@@ -79,6 +79,25 @@ def test_every_family_samples_what_it_would_from_copies(platform, case):
     same(run(shared, [weights], groups), run(plain, [weights], groups))
     assert {one.request.group_id for given in seated for one in given} == {"11", "7", "18", "12"}
     assert not shared.prompts and not shared.prompts.readers
+
+
+@pytest.mark.parametrize("size", [64, pytest.param(32, marks=pytest.mark.slow)])
+def test_heads_that_share_a_tpus_lanes_sample_what_they_would_alone(size):
+    """From shared prompts and from copies, and in a prefix that is made longer."""
+    config = toy_decoder(head_dim=size, heads=8, kv_heads=4)
+    groups = [group(config, *sizes) for sizes in ((11, 5), (3, 4))]
+    joined, weights = make(config, platform="tpu", share=(32,))
+    assert joined._state.keys[0].shape[1::2] == (4 * size // 128, 128)
+    alone, _ = make(config)
+    assert alone._state.values[0].shape[1::2] == (4, size)
+    same(run(joined, [weights], groups), run(alone, [weights], groups))
+
+    both = {"config": config, "precision": decode_precision(PRECISION, "tpu")}
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 24)
+    whole = decode.prefill(weights, tokens, **both)[:2]
+    begun = caches.fit_prefix(*decode.prefill(weights, tokens[:16], **both)[:2], length=24, keys_last=False)
+    longer = decode.extend(weights, *begun, tokens[16:], np.int32(16), **both)[:2]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), longer, whole)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -36,19 +36,34 @@ def arrays(*shapes: tuple[int, ...], dtype: str) -> list[Any]:
 
 @pytest.mark.parametrize("local", [None, 64, 3000], ids=["all", "local", "before the cache"])
 @pytest.mark.parametrize(
-    ("heads", "group", "dtype"), [(2, 4, "float32"), pytest.param(8, 1, "bfloat16", marks=pytest.mark.slow)]
+    ("heads", "group", "joined", "dtype"),
+    [(2, 4, 1, "float32"), (1, 3, 2, "float32"), pytest.param(8, 1, 1, "bfloat16", marks=pytest.mark.slow)],
 )
-def test_it_is_attention_over_the_whole_cache(heads: int, group: int, dtype: str, local: int | None) -> None:
+def test_it_is_attention_over_the_whole_cache(
+    heads: int, group: int, joined: int, dtype: str, local: int | None
+) -> None:
+    """joined: model's heads in one of the caches; beside each alone in a cache of its own."""
     slots, length, size, steps = len(START), 1024, 128, 4
     rows = (slots, heads, length, size)
-    q, *pairs = arrays((slots, heads * group, size), rows, rows, *[(slots, heads, steps, size)] * 2, dtype=dtype)
+    q = (slots, heads * joined * group, size // joined)
+    q, *pairs = arrays(q, rows, rows, *[(slots, heads, steps, size)] * 2, dtype=dtype)
     held, new, start = tuple(pairs[:2]), tuple(pairs[2:]), jnp.asarray(START, jnp.int32)
     assert live_attention.tile_of(held[0]) == 512
     first = None if local is None else start - local
-    top, total, mixed = arrays(*[(slots, heads, group, 1)] * 2, (slots, heads, group, size), dtype="float32")
-    for prompt in (None, caches.Partial(top, jnp.abs(total), mixed)):
-        given = q, held, new, start, jnp.int32(1), first, prompt
-        both = attend_live(*given), caches._attend_held(*given, live=False)
+    top, total, mixed = arrays(
+        *[(slots, heads, joined * group, 1)] * 2, (slots, heads, joined * group, size), dtype="float32"
+    )
+
+    def alone(cache: jax.Array) -> jax.Array:
+        parts = cache.reshape(slots, heads, -1, joined, size // joined)
+        return jnp.moveaxis(parts, 3, 2).reshape(slots, heads * joined, -1, size // joined)
+
+    for prompt in (None, caches.Partial(top, jnp.abs(total), mixed)) if joined == 1 else (None,):
+        rest = start, jnp.int32(1), first, prompt
+        both = (
+            attend_live(q, held, new, *rest),
+            caches._attend_held(q, tuple(map(alone, held)), tuple(map(alone, new)), *rest, live=False),
+        )
         live, whole = (np.asarray(one, np.float32) for one in both)
         np.testing.assert_allclose(live, whole, atol=2e-6 if dtype == "float32" else 0.02)
 
@@ -59,7 +74,7 @@ def test_tiles_that_no_slot_has_are_not_read() -> None:
     end = jnp.asarray([300, 512], jnp.int32)
     dead = jnp.arange(1024)[None, None, :, None] >= 512
     parts = [
-        live_attention.attend(q, *cut, jnp.zeros_like(end), end, precision=None)
+        live_attention.attend(q, *cut, jnp.zeros_like(end), end, scale=0.1, precision=None)
         for cut in ((k, v), (jnp.where(dead, jnp.nan, k), jnp.where(dead, jnp.nan, v)))
     ]
     for one, other in zip(*parts, strict=True):
