@@ -117,16 +117,18 @@ function drawScore(host, legend, said, runs, state) {
     if (state.half && curves.half && curves.half.x)
       fits.push([curves.half, single ? 'c1' : mine, 'fitted on half', [6, 4]]);
     for (const [curve, stroke, what, dash] of fits) {
-      series.push({
-        name: `${name} ${what}`.trim(),
-        colour: stroke,
-        dash,
-        x: curve.x,
-        y: curve.y,
-        low: curve.low,
-        high: curve.high,
-        alpha: runs.length > 3 ? 0.07 : 0.14,
-      });
+      const beyond = curve.x.findIndex((x) => x > curve.until); // from there on all laws forecast, not this one alone
+      for (const [from, to, kind, drawn] of [
+        [0, beyond, what, dash],
+        [beyond, curve.x.length, 'forecast', [2, 4]],
+      ])
+        series.push({
+          name: `${name} ${kind}`.trim(),
+          colour: stroke,
+          dash: drawn,
+          ...Object.fromEntries(['x', 'y', 'low', 'high'].map((key) => [key, curve[key].slice(from, to)])),
+          alpha: runs.length > 3 ? 0.07 : 0.14,
+        });
     }
     series.push({
       name: name || 'evaluated',
@@ -141,7 +143,7 @@ function drawScore(host, legend, said, runs, state) {
       for (const [curve, stroke, what] of fits)
         marks.push([
           swatch(stroke, 'band'),
-          `${what === 'fit' ? 'sigmoid fitted on' : 'on'} ${curve.what}, ${percent(curve.level)} band`,
+          `${what === 'fit' ? 'sigmoid fitted on' : 'on'} ${curve.what}; dotted: forecast; ${percent(curve.level)} band`,
         ]);
     } else marks.push([swatch(mine, 'dot'), name]);
     if (single && state.half && curves.half && curves.half.x) {
