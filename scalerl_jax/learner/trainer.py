@@ -47,7 +47,7 @@ from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.head import token_logprobs
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.lora import BASE, Lora, check_base, in_dtype, starts_frozen
-from scalerl_jax.model.sharding import ROWS, row_shards
+from scalerl_jax.model.sharding import ROWS, compiler_options, row_shards
 from scalerl_jax.objective import losses
 from scalerl_jax.objective.losses import Compared, Form, form_of, numbers_of, policy_loss
 
@@ -198,8 +198,9 @@ class Trainer:
         self._batch_shape = self._shape_of(self.pack([plain(np.zeros(2))])[0][0])
         self._programs: dict[tuple[Form, tuple[Any, ...]], _CompiledProgram] = {}
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(self.shardings, whole))
-        self._score = jax.jit(score, out_shardings=self._read)
-        self._score_reference = jax.jit(lambda *given: self._scored(*given)[0], out_shardings=batches)
+        self._jit = functools.partial(jax.jit, compiler_options=compiler_options(mesh))
+        self._score = self._jit(score, out_shardings=self._read)
+        self._score_reference = self._jit(lambda *given: self._scored(*given)[0], out_shardings=batches)
         self._zeros = jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p), out_shardings=self.shardings["params"])
         self._to_sync = jax.jit(lambda *params: to_hf(self._policy(*params), decoder, precision.sync))
         self._init_optimizer = jax.jit(
@@ -267,7 +268,7 @@ class Trainer:
             self.abstract_state["params"], self.abstract_frozen, batch, dict.fromkeys(form.on, 1.0),
         )  # fmt: skip
         carried = (self.shardings["params"], dict.fromkeys(sums, self._whole))
-        run = jax.jit(accumulate, donate_argnums=2, out_shardings=(carried, self._read))
+        run = self._jit(accumulate, donate_argnums=2, out_shardings=(carried, self._read))
         self._programs[key] = _CompiledProgram(run, {name: sum_.shape for name, sum_ in sums.items()}, batch)
         return self._programs[key]
 
@@ -289,8 +290,7 @@ class Trainer:
         if hasattr(program.run, "lower"):
             struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32, sharding=self._whole)
             sums = {name: struct(shape) for name, shape in program.sums.items()}
-            numbers = dict.fromkeys(form.on, struct(()))
-            given = params, self.abstract_frozen, (params, sums), program.batch, numbers
+            given = params, self.abstract_frozen, (params, sums), program.batch, dict.fromkeys(form.on, struct(()))
             program.run = program.run.lower(*given).compile()
             numbers = dict.fromkeys(optimizer_lib.numbers_of(self._optimizer, 0.0), struct(()))
             self._apply = self._apply.lower(self.abstract_state, params, numbers).compile()

@@ -62,6 +62,14 @@ def row_shards(mesh: Mesh) -> int:
     return int(np.prod([mesh.shape[axis] for axis in ROWS]))
 
 
+def compiler_options(mesh: Mesh) -> dict[str, str]:
+    """Of programs whose weights are sharded. For TPUs XLA would divide a product into one for each part of a gathered
+    weight, so that it sends one part while it multiplies another. But each adds to the whole result in memory, which
+    takes longer than what is sent."""
+    on_tpus = mesh.devices.flat[0].platform == "tpu"
+    return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(2**20)} if on_tpus else {}
+
+
 def spec(shape: Sequence[int], dimensions: Sequence[str], mesh: Mesh) -> PartitionSpec:
     """The partition of a weight with these dimensions.
 

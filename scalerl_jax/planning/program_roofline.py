@@ -262,7 +262,8 @@ class _ProgramReader:
             return 0.0
         if one.op == "copy-start":  # the copy, what is copied
             return float(sum(array.moved for array in one.arrays[:2]))
-        if one.op.removesuffix("-start") in _SLICES and one.op.endswith("-start"):  # operands, the slice, its end's data
+        if one.op.endswith("-start") and one.op.removesuffix("-start") in _SLICES:
+            # Its arrays are the operands, the slice, and data for its end.
             part = one.arrays[len(one.operands)]
             return float(part.size + part.moved)
         begun = one.op.endswith("-start")  # its result lists the operands, the results, and data for its end

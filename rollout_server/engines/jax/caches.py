@@ -196,8 +196,8 @@ def _attend_held(
 
     if live:
         begin = jnp.zeros_like(start) if first is None else first
-        of_held = live_attention.attend(queries, *held, begin, start, scale=scale, precision=dot["precision"])
-        mixed = _mixed([scores(new[0], seen[1])], [new[1]], [Partial(*of_held), prompt], dot)
+        parts = live_attention.attend(queries, held[0], held[1], begin, start, scale=scale, precision=dot["precision"])
+        mixed = _mixed([scores(new[0], seen[1])], [new[1]], [Partial(*parts), prompt], dot)
     else:
         mixed = _mixed([scores(k, mask) for k, mask in zip((held[0], new[0]), seen)], [held[1], new[1]], [prompt], dot)
     return ungrouped(mixed, q.shape[-1]).astype(q.dtype)
@@ -205,7 +205,6 @@ def _attend_held(
 
 def empty(config: DecoderConfig, precision: DecodePrecision, *, rows: int, length: int) -> tuple[Caches, Caches]:
     """Zeros for keys and values of so many rows, slots or prompts, each in its layout."""
-
     heads, size = heads_of(config, precision)
 
     def zeros(*shape: int) -> Caches:
