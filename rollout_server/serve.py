@@ -78,6 +78,8 @@ async def serve(
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     if with_parent:
+        if sys.stdin is None:
+            raise UsageError("--exit_with_parent: standard input is closed, so the parent's end cannot be seen")
         watch = threading.Thread(target=_watch_parent, args=(loop, stop, stop_seconds), daemon=True)
         watch.start()
 
@@ -85,6 +87,10 @@ async def serve(
     _check_address(host, port)
     if metrics is not None:
         _check_address(*metrics, flags=("metrics_host", "metrics_port"))
+    folder = os.path.dirname(os.path.abspath(port_file))
+    if port_file and not os.access(folder, os.W_OK):
+        raise UsageError(f"--port_file={port_file}: {folder} is no folder that can be written to")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the loop's own would wait until the engine is loaded
     try:
         engine = await make_engine()
     except ValueError as error:

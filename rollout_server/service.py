@@ -221,10 +221,12 @@ class RolloutServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._checker, self._server)
         names = (rpc.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
+        bare = ":" in host and not host.startswith("[")  # of IPv6
+        address = f"[{host}]:{port}" if bare else f"{host}:{port}"
         if access.credentials is None:
-            self.port: int = self._server.add_insecure_port(f"{host}:{port}")
+            self.port: int = self._server.add_insecure_port(address)
         else:
-            self.port = self._server.add_secure_port(f"{host}:{port}", access.credentials)
+            self.port = self._server.add_secure_port(address, access.credentials)
         self._connections = Connections(self.port)
 
     async def start(self) -> None:

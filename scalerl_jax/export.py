@@ -77,8 +77,14 @@ def run() -> None:
     entry.run_command(_main)
 
 
-def _main(_: list[str]) -> None:
+def _main(arguments: list[str]) -> None:
+    entry.alone(_export)(arguments)
+
+
+def _export() -> None:
     values = flags.FLAGS
+    if values.adapter and values.dtype:
+        raise entry.UserError(f"--dtype={values.dtype}: is for whole weights; an adapter is written as it is trained")
     step = export(
         workdir=values.workdir,
         out=values.out,

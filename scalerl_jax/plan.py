@@ -13,6 +13,7 @@ micro-batch or remat that does. The policy's weights are not needed.
 
 import dataclasses
 import json
+import os
 import sys
 from typing import Any
 
@@ -37,10 +38,14 @@ def main(config_given: GivenConfig) -> None:
         raise entry.UserError("--fit and --target go together")
     if given.STEPS.value and given.FIT.value:
         raise entry.UserError("--steps: does not go with --fit and --target, which say how many steps there are")
-    if given.GENERATORS.value and not given.TOKENS_PER_SECOND.value:
-        raise entry.UserError("--generators: requires --generator_tokens_per_second")
+    for flag in (given.GENERATORS, given.GENERATOR_DEVICES, given.GENERATOR_PRICE):
+        if flag.value != flag.default and not given.TOKENS_PER_SECOND.value:
+            raise entry.UserError(f"--{flag.name}: requires --generator_tokens_per_second")
     if given.OUT.value:
         entry.check_out("--out", given.OUT.value)
+        if os.path.isdir(given.OUT.value):
+            raise entry.UserError(f"--out={given.OUT.value}: is a folder")
+        os.makedirs(os.path.dirname(os.path.abspath(given.OUT.value)), exist_ok=True)
     with entry.user_mistakes():
         machine = workload.find_machine(given.TOPOLOGY.value, given.SLICES.value)
         decoder, source = workload.find_decoder(

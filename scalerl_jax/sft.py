@@ -293,7 +293,11 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             signals.raise_if_interrupted()
             with entry.user_mistakes():
                 examples = traces.batch(update)
-            sums = trainer.optim_step(trainer.forward_backward(segments(examples)), learning_rate=float(rate(update)))
+            pending, learning_rate = trainer.forward_backward(segments(examples)), float(rate(update))
+            with entry.user_mistakes(
+                FloatingPointError, before=f"config.sft.learning_rate={config.sft.learning_rate:g}: "
+            ):
+                sums = trainer.optim_step(pending, learning_rate=learning_rate)
             step = update + 1
             values = {"loss": sums["loss"], "gradient_norm": sums["gradient_norm"], "row_use": sums["row_use"]}
             values |= {"examples": len(examples), "tokens": sums["tokens"]}

@@ -307,10 +307,11 @@ def main(config: Config, arguments: list[str]) -> None:
         raise entry.UserError("no file given, as in scalerl-verify ANSWERS.jsonl")
     if values.out is not None:
         entry.check_out("--out", values.out)
-        if os.path.isdir(values.out):
-            raise entry.UserError(f"--out={values.out}: is a folder")
-        if any(os.path.exists(path) and os.path.realpath(path) == os.path.realpath(values.out) for path in arguments):
+        if not values.out or os.path.isdir(values.out):
+            raise entry.UserError(f"--out={values.out}: is {'a folder' if values.out else 'empty'}")
+        if any(os.path.realpath(_layout(given)[1]) == os.path.realpath(values.out) for given in arguments):
             raise entry.UserError(f"--out={values.out}: is the file that is read")
+        os.makedirs(os.path.dirname(os.path.abspath(values.out)), exist_ok=True)
     thinking = values.thinking or ("" if with_config else "auto")
     with entry.user_mistakes():
         rows = list(read_rows(arguments, config))
@@ -318,9 +319,9 @@ def main(config: Config, arguments: list[str]) -> None:
             raise entry.UserError(f"{', '.join(arguments)}: no rows there")
         with ProgressLine("verify", updates=len(rows)) as line:
             found = judge(rows, config, thinking=thinking, line=line)
+    show(found, console, most=values.show)
     if values.out is not None:
         files.write_whole(values.out, as_jsonl(found))
-    show(found, console, most=values.show)
     if all(each.score.failed for each in found):
         _print(f"error: none of {len(found)} rows could be scored: {found[0].score.why}")
         sys.exit(1)

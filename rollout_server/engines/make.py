@@ -38,8 +38,15 @@ def check_folder(folder: str, *, weights: bool = True) -> None:
 async def _make_jax(options: "EngineOptions") -> "Engine":
     check_folder(options.model)
     logging.getLogger("jax._src.xla_bridge").addFilter(_is_found)
+    import jax
+
     from rollout_server.engines.jax.engine import JaxEngine
 
+    try:
+        jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # jax asserts where it finds none of the platforms
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        raise UsageError(f"JAX_PLATFORMS={asked}: no such device here ({error or 'jax found none'})") from None
     return JaxEngine(options)
 
 

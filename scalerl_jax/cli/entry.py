@@ -1,6 +1,7 @@
 """Runs a command's main: reads flags, turns a user's mistake into one line, exits with a code."""
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ def run_command(main: Callable[[list[str]], None]) -> NoReturn:
 def run_with_config(main: Callable[[Config], None]) -> NoReturn:
     """Reads --config=FILE and its overrides, then the absl flags, then runs `main(config)`."""
     config, rest = _read(main, parse_argv, required=True)
-    _run(lambda _: main(config), rest)
+    _run(alone(lambda: main(config)), rest)
 
 
 def run_with_arguments(main: Callable[[Config, list[str]], None], *, default: Config) -> NoReturn:
@@ -46,7 +47,18 @@ def run_with_arguments(main: Callable[[Config, list[str]], None], *, default: Co
 def run_with_config_later(main: Callable[[GivenConfig], None]) -> NoReturn:
     """The same for a command that finds its config itself without --config: main gets the config's flags as given."""
     given, rest = _read(main, read_argv, required=False)
-    _run(lambda _: main(given), rest)
+    _run(alone(lambda: main(given)), rest)
+
+
+def alone(main: Callable[[], None]) -> Callable[[list[str]], None]:
+    """A main for arguments that are not flags, which refuses any."""
+
+    def run(arguments: list[str]) -> None:
+        if arguments:
+            raise UserError(f"{arguments[0]}: is no flag; flags begin with two hyphens, and there are no others here")
+        main()
+
+    return run
 
 
 def answer_at_once(
@@ -137,9 +149,14 @@ def _run(main: Callable[[list[str]], None], arguments: list[str]) -> NoReturn:
 
 def _parse(argv: list[str]) -> list[str]:
     try:
-        return flags.FLAGS(argv)
+        rest = flags.FLAGS(argv)
     except flags.Error as error:
         fail(" ".join(str(error).split()))
+    for name in flags.FLAGS:  # NaN is within any bounds
+        value = flags.FLAGS[name].value
+        if isinstance(value, float) and math.isnan(value):
+            fail(f"--{name}=nan: is not a number")
+    return rest
 
 
 def _module_of(main: Callable[..., None]) -> str:

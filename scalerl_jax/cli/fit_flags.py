@@ -20,7 +20,7 @@ PROMPTS = flags.DEFINE_enum(
     "bootstrap_prompts", "fixed", ("fixed", "population"), "population: every resample draws prompts too, one set for "
     "all its evaluations.",
 )  # fmt: skip
-SEED = flags.DEFINE_integer("seed", 0, "Seed of the bootstrap.")
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the bootstrap.", lower_bound=0)
 TARGET = flags.DEFINE_float(
     "target", None, "Accuracy to reach; its compute is printed.", lower_bound=0.0, upper_bound=1.0
 )

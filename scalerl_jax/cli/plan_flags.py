@@ -18,7 +18,7 @@ MODEL_CONFIG = flags.DEFINE_string(
     "config.sft.model_file, or NAME.json beside the config file NAME.py.", flag_values=VALUES,
 )  # fmt: skip
 COMPILES = flags.DEFINE_integer(
-    "compiles", 4, "Most layouts to compile in search of one that fits; 0: no search. For TPUs.",
+    "compiles", 4, "Most layouts to compile in search of one that fits; 0: no search.",
     lower_bound=0, flag_values=VALUES,
 )  # fmt: skip
 PEAK_SHARE = flags.DEFINE_float(

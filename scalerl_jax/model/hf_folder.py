@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
+from scalerl_jax.model import safetensors_folder
 from scalerl_jax.model.decoder import Params
 from scalerl_jax.model.decoder_config import DecoderConfig, read_config, text_of
 from scalerl_jax.model.hf import to_hf
@@ -74,7 +74,7 @@ def _write_weights(folder: str, params: Params, decoder: DecoderConfig, dtype: s
                 gathered[key] = np.ascontiguousarray(np.concatenate([v.swapaxes(1, 2) for v in values], axis=2))
             else:
                 gathered |= {key: values[0]} if parts == together[key] else dict(zip(parts, values[0], strict=True))
-        save_file(gathered, os.path.join(folder, file), metadata={"format": "pt"})
+        safetensors_folder.save(os.path.join(folder, file), gathered)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         _write_json(folder, "model.safetensors.index.json", index)

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from scalerl_jax.model import safetensors_folder
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.families.dense import WeightRow
 from scalerl_jax.model.sharding import abstract_weight
@@ -320,7 +320,7 @@ def write_adapter(
     }  # fmt: skip
     with files.whole_folder(os.path.abspath(out), replace=replace) as folder:
         arrays = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
-        save_file(arrays, os.path.join(folder, _WEIGHTS), metadata={"format": "pt", BASE: base})
+        safetensors_folder.save(os.path.join(folder, _WEIGHTS), arrays, {BASE: base})
         with open(os.path.join(folder, _CONFIG), "w") as file:
             file.write(json.dumps(config, indent=2) + "\n")
 

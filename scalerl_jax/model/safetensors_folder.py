@@ -20,6 +20,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors.numpy import save_file
 
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.tensor_layout import layout, stored
@@ -39,6 +40,12 @@ _BLOCK_BYTES = 16 * 2**20
 _MOST_HEADER = 10**8  # bytes, the format's limit
 # Shorter pieces are read together with the bytes between them: a disk reads at least a page.
 _PAGE = 4096
+
+
+def save(path: str, arrays: dict[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes a file, for all who may read its folder: the library writes it for its owner alone."""
+    save_file(arrays, path, metadata={"format": "pt", **(metadata or {})})
+    os.chmod(path, os.stat(os.path.dirname(path)).st_mode & 0o666)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -174,7 +174,11 @@ def compile_update(trainer: Trainer, *, rounds: float = 1.0) -> Update:
         with compiling(trainer.mesh.devices.flat[0]) as output:
             trainer.compile_update()
     except jax.errors.JaxRuntimeError as error:
-        return Update(needed(error), 0, None, None, trainer.attention_note, time.perf_counter() - start, {})
+        # For TPUs the message counts the arguments too: the gradients are as large as what is trained.
+        params, device = trainer.abstract_state["params"], trainer.mesh.devices.flat[0]
+        given = (params, params, trainer.abstract_frozen) if device.platform == "tpu" else ()
+        temporaries = max(0, needed(error) - memory_estimate.bytes_on_one_device(given))
+        return Update(temporaries, 0, None, None, trainer.attention_note, time.perf_counter() - start, {})
     needs, (accumulate, apply) = memory_estimate.needs_of(trainer), trainer.compile_update()
     return Update(
         temporaries=needs.temporaries,

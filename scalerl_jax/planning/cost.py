@@ -114,12 +114,17 @@ def read_target(path: str, pass_rate: float) -> Target:
         raise ValueError(f"--fit={path}: its x is {x!r}, which is neither device-hours, FLOPs nor steps")
     fit = fits[0]
     a, b, middle, start = (_number(fit, key, path) for key in ("asymptote", "exponent", "midpoint", "initial_reward"))
+    if not (b > 0 and middle > 0):
+        raise ValueError(f"--fit={path}: exponent {b:g} and midpoint {middle:g} are of no curve that rises")
     if not start < pass_rate < a:
         raise ValueError(
             f"--target={pass_rate:g}: the curve of --fit={path} goes from {start:.3f} to {a:.3f}, and not through it"
         )
     # pass_rate = R0 + (A - R0) / (1 + (C_mid / C)^B)
-    compute = middle / ((a - start) / (pass_rate - start) - 1) ** (1 / b)
+    try:
+        compute = middle / ((a - start) / (pass_rate - start) - 1) ** (1 / b)
+    except ArithmeticError as error:
+        raise ValueError(f"--target={pass_rate:g}: is out of reach of --fit={path}, whose exponent is {b:g}") from error
     return Target(pass_rate, kind, compute * _UNITS[kind][unit], str(fit.get("run", "")))
 
 

@@ -219,7 +219,7 @@ def estimate(question: Question, choice: Choice, update: compiled.Update | None 
         found = None if update.programs is None else tuple(by_axes(found_in(update.programs[0]), mesh, machine))
         if found is not None and not any(one.over_network for one in found):
             # Between slices the compiler emits host transfers, which are not collectives: use the formula.
-            found += tuple(one for one in formula if one.over_network)
+            found = _with_network(found, formula)
     micro_batches = workload.micro_batches(rows=rows, seq_len=shapes.seq_len)
     program = None
     if update.programs is not None:
@@ -236,6 +236,7 @@ def estimate(question: Question, choice: Choice, update: compiled.Update | None 
         traffic=list(formula if found is None else found),
         micro_batches=micro_batches,
         parameters=size.gradients / 4,
+        dtype=config.model.compute_dtype,
         peak_share=question.peak_share,
     )
     if program is not None:
@@ -259,6 +260,19 @@ def estimate(question: Question, choice: Choice, update: compiled.Update | None 
         roofline=times,
         program=program,
     )
+
+
+def _with_network(found: tuple[Traffic, ...], formula: tuple[Traffic, ...]) -> tuple[Traffic, ...]:
+    """What was found, and over the network what the formula has."""
+    merged = {one.axes: one for one in found}
+    for one in formula:
+        if one.over_network:
+            own = merged.get(one.axes, dataclasses.replace(one, received=0, link_seconds=0.0))
+            received = own.received + round(one.over_network)
+            merged[one.axes] = dataclasses.replace(
+                own, received=received, over_network=one.over_network, network_seconds=one.network_seconds
+            )
+    return tuple(merged.values())
 
 
 def _state_bytes(config: Config, decoder: DecoderConfig, sizes: dict[str, int]) -> dict[str, int]:

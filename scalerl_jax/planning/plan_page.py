@@ -53,10 +53,13 @@ def show_layout(console: Console, question: Question, plan: LayoutPlan) -> None:
 
 def show_step(console: Console, question: Question, plan: LayoutPlan) -> None:
     times, work = plan.roofline, question.workload
-    if question.config.numerics == "bitwise":
-        print_line(
-            console, "config.numerics=bitwise: its loops over blocks of rows count as one turn, so seconds are too few"
-        )
+    blocks = plan.update.seconds is not None and plan.update.attention.startswith("attention: blocks")
+    for there, what in (
+        (question.config.numerics == "bitwise", "config.numerics=bitwise: its loops over blocks of rows count"),
+        (blocks, "attention in blocks: its loop over spans of keys counts"),
+    ):
+        if there:
+            print_line(console, f"{what} as one turn, so seconds are too few")
     rate = speeds(question, plan)
     table = _table("a step, in seconds", "limit", "by itself", "")
     for name, seconds in times.parts.items():

@@ -29,6 +29,7 @@ _NOTHING = (
     "replica-id", "while", "call", "conditional", "add-dependency", "domain", "iota",
 )  # fmt: skip
 _SCRATCH = ("s8", "u8")  # result dtypes that are a library kernel's scratch memory
+_FLOATS = ("bf16", "f16", "f32")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _SAME = ("bitcast", "reshape", "transpose", "copy", "convert", "reduce-precision")
 # Attention kernel, as named in its line -> its FLOPs in units of the forward pass, which has two products.
@@ -226,10 +227,10 @@ class _ProgramReader:
             return 0.0
         for kernel, times in _ATTENTION.items():
             if re.search(kernel, one.line) or re.match(kernel, one.name):
+                # The queries come first, on a TPU after what says which blocks are skipped.
                 arrays = self._operands(computation, one)
-                arrays = arrays[:1] if "fmha" in one.line else [*arrays, *one.arrays]  # the queries come first
-                queries = max(array.elements for array in arrays if array.dtype not in _SCRATCH)
-                return times * 4.0 * queries * self.attended
+                queries = next(array for array in arrays if len(array.dims) > 2 and array.dtype in _FLOATS)
+                return times * 4.0 * queries.elements * self.attended
         return 0.0
 
     def _convolution(self, computation: str, one: Instruction) -> float:
@@ -280,6 +281,8 @@ class _ProgramReader:
 
     def _alone(self, computation: str, one: Instruction) -> float:
         """Bytes of an instruction that is not a fusion."""
+        if '"AllocateBuffer"' in one.line:
+            return 0.0
         operands = self._operands(computation, one)
         ignored = _SCRATCH if one.op == "custom-call" else ()
         written = sum(array.moved for array in one.arrays if array.dtype not in ignored)

@@ -112,11 +112,13 @@ def of(
     traffic: list[Traffic],
     micro_batches: int,
     parameters: float,
+    dtype: str = "bfloat16",
     peak_share: float = 1.0,
 ) -> Roofline:
-    """flops: of a micro-batch on all devices. memory_bytes: of layers and head, on a device. parameters: on a device.
-    peak_share: of the chip's rate that products reach."""
-    rate = machine.chip.flops * peak_share * machine.devices
+    """flops: of a micro-batch on all devices, of products of this dtype. memory_bytes: of layers and head, on a device.
+    parameters: on a device. peak_share: of the chip's rate that products reach."""
+    of_chip = machine.chip.float32_flops if dtype == "float32" else machine.chip.flops
+    rate = of_chip * peak_share * machine.devices
     products = ((flops.layers + flops.attention) / rate, flops.head / rate)
     memory = tuple(size / machine.chip.memory_rate for size in memory_bytes)
     links = sum(one.link_seconds for one in traffic)

@@ -36,6 +36,7 @@ from scalerl_jax.run.jsonl import cut, line_of, read_rows
 from scalerl_jax.system import files
 from scalerl_jax.system.files import plain, read_object, write_whole
 
+_OF_WARM_STARTS = ("model", "adapter", "tokenizer", "traces")  # folders that one writes, and may replace
 LARGEST_INCARNATION = 2**63  # incarnations are nanoseconds since 1970: the year 2262
 
 
@@ -57,6 +58,8 @@ class RunFolder:
     ):
         trackers.check_installed(config)
         allow = continuing.allowed_fields(allow)  # a wrong name fails the first start, not the next one
+        if not workdir:
+            raise ConfigError("--workdir: is empty")
         self.workdir = os.path.abspath(workdir)
         self._config = config
         self._clock = clock
@@ -195,13 +198,25 @@ class RunFolder:
     def _compare_config(self, workdir: str, allow: Collection[str], warm_start: bool) -> None:
         """Refuses another config, unless a first start failed and left nothing behind."""
         path = self.path("config.json")
-        if not os.path.exists(path) or not continuing.has_begun(self.workdir):
+        if not os.path.exists(path):
+            others = [name for name in _OF_WARM_STARTS if warm_start and os.path.exists(self.path(name))]
+            if others:
+                raise ConfigError(
+                    f"--workdir={workdir}: holds {others[0]}, and no config.json of the warm start it is of"
+                )
             write_whole(path, config_io.to_json(self._config))
             return
         try:
             old = read_object(path)
         except ValueError as error:
             raise ConfigError(f"{error}: what the run is cannot be told") from error
+        if not continuing.has_begun(self.workdir):
+            if not old.keys() >= {"learner", "rollout"}:
+                raise ConfigError(
+                    f"--workdir={workdir}: the config.json there is not a run's; begin in another workdir"
+                )
+            write_whole(path, config_io.to_json(self._config))
+            return
         another = f"--workdir={workdir}: holds a run of another config"
         try:
             self.changes = continuing.changes(old, self._config)

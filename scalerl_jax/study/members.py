@@ -17,6 +17,7 @@ the base's model.path exists; one that changes only the environment then starts 
 
 import copy
 import dataclasses
+import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from scalerl_jax.config_io import GivenConfig, as_flags, load_file, load_module,
 FILE = "ablations.py"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # also a folder's name
 _FOLDER = "warm-start"
+_LONGEST_NAME = 100  # characters
 _GROUPS = ("sft.", "environment.", "mixture.")
 _OF_PROMPTS_ALONE = ("environment.train_prompts", "environment.unanswerable")  # these change no trace
 
@@ -191,16 +193,20 @@ def starts(study: Study, workdir: str) -> Starts:
 
 def _differences(base: Config, config: Config) -> dict[str, object]:
     before, after = leaves(base), leaves(config)
-    asked = [field for field in after if field.startswith(_GROUPS) and field not in _OF_PROMPTS_ALONE]
-    return {field: after[field] for field in asked if before.get(field) != after[field]}
+    asked = [f for f in {**before, **after} if f.startswith(_GROUPS) and f not in _OF_PROMPTS_ALONE]
+    # A part of a mixture may be in one of them alone.
+    return {field: after.get(field, "none") for field in asked if before.get(field, "none") != after.get(field, "none")}
 
 
 def _warm_start(base: Config, config: Config, differ: dict[str, object]) -> WarmStart:
     merged = copy.deepcopy(base)
     merged.sft, merged.environment = copy.deepcopy(config.sft), copy.deepcopy(config.environment)
     merged.mixture = copy.deepcopy(config.mixture)
-    parts = [f"{field.partition('.')[2]}_{value}" for field, value in differ.items()]
-    return WarmStart(re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join([_FOLDER, *parts])), merged)
+    whole = "-".join([_FOLDER, *(f"{field.partition('.')[2]}_{value}" for field, value in differ.items())])
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", whole)
+    if name != whole or len(name) > _LONGEST_NAME:  # others may have the same
+        name = f"{name[:_LONGEST_NAME]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+    return WarmStart(name, merged)
 
 
 def _check_can_be_made(one: WarmStart, given: str) -> None:

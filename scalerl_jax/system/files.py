@@ -67,17 +67,23 @@ def temporary(path: str) -> str:
 def write_whole(path: str, data: str | bytes, *, durable: bool = True) -> None:
     """Writes a file so that it is whole or, after a crash or on a full disk, as it was before.
 
-    durable: the data is on the disk before this returns, so that it survives a loss of power. Raises WriteError.
+    A link stays one; a device or a pipe is written to as it is. durable: the data is on the disk before this returns,
+    so that it survives a loss of power. Raises WriteError.
     """
-    beside = temporary(path)
+    data, target = data.encode() if isinstance(data, str) else data, os.path.realpath(path)
+    beside = temporary(target)
     with naming(path):
+        if os.path.exists(target) and not os.path.isfile(target):
+            with open(target, "wb") as device:
+                device.write(data)
+            return
         try:
             with open(beside, "wb") as file:
-                file.write(data.encode() if isinstance(data, str) else data)
+                file.write(data)
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
-            os.replace(beside, path)
+            os.replace(beside, target)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.remove(beside)
@@ -91,9 +97,11 @@ def whole_folder(path: str, *, replace: bool = False) -> Iterator[str]:
     replace: an existing folder stays until the new one is whole; a kill leaves the old one, the new one, or none.
     Raises WriteError, also where a library reports a full disk in its own words.
     """
-    beside, before = f"{path}.tmp", f"{path}.old"
-    for left in (beside, before) if replace else (beside,):  # left by a process that was killed while it wrote
-        shutil.rmtree(left, ignore_errors=True)
+    path = os.path.abspath(path)
+    folder, name = os.path.split(path)
+    if os.path.isdir(folder):
+        tidy(folder, f"{name}.")
+    beside, before = temporary(path), temporary(path)
     try:
         with naming(path):
             os.makedirs(beside)
@@ -139,13 +147,17 @@ def ends_whole(path: str) -> bool:
         return file.read(1) == b"\n"
 
 
-def tidy(folder: str) -> None:
-    """Removes temporary files that no process writes any longer."""
-    for name in os.listdir(folder):
-        found = _TEMPORARY.search(name)
-        if found and (int(found[1]) == os.getpid() or not lives(int(found[1]))):
-            with contextlib.suppress(OSError):
-                os.remove(os.path.join(folder, name))
+def tidy(folder: str, name: str = "") -> None:
+    """Removes temporary files and folders, of names that begin with `name`, that no process writes any longer. The
+    caller writes none: a process before may have had its number."""
+    for one in os.scandir(folder):
+        found = _TEMPORARY.search(one.name)
+        if found and one.name.startswith(name) and (int(found[1]) == os.getpid() or not lives(int(found[1]))):
+            if one.is_dir(follow_symlinks=False):
+                shutil.rmtree(one.path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    os.remove(one.path)
 
 
 def lives(process: int) -> bool:

@@ -185,6 +185,8 @@ class FileTraces:
         asked, stamps = _asked(config, tokenizer), _stamps(config)
         described = os.path.join(path, "traces.json")
         old = read_object(described) if os.path.isfile(described) else {}
+        if not old and os.path.isdir(path) and os.listdir(path):
+            raise ValueError(f"{path}: would be replaced, and holds something else; begin in another workdir")
         if old.get("asked") != asked or (old.get("files") != stamps and not begun):
             with files.whole_folder(path, replace=True) as folder:
                 notes = _Writer(config, tokenizer, folder, log).write()

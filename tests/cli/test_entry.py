@@ -84,6 +84,8 @@ def test_a_module_that_is_started_as_a_script_helps_as_well():
         ("sft", "--config=nowhere.py", "--config=nowhere.py: no such file"),
         ("serve", "--port=many", "port"),
         ("export", "--dtype=float8", "dtype"),
+        ("fit", "--seed=-1", "seed"),
+        ("compare", "--margin=nan", "--margin=nan: is not a number"),
     ],
 )
 def test_a_flag_that_cannot_be_is_one_line(name, flag, said):
@@ -143,6 +145,16 @@ def test_what_is_given_is_looked_at_before_what_takes_long_is_imported(given, na
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {said.replace('{}', str(given))}"), done.stderr
     assert len(done.stderr.splitlines()) == 1
+    assert not (given / "run").exists() and not (given / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("sft", (QUICKSTART, "--workdir={}/run")), ("export", ("--workdir={}/none", "--out={}/out"))],
+)
+def test_an_override_without_its_hyphens_is_no_argument(given, name, flags):
+    done = run(name, *(flag.replace("{}", str(given)) for flag in flags), "config.seed=3", without="")
+    assert (done.returncode, done.stderr.splitlines()[0][:30]) == (2, "error: config.seed=3: is no fl"), done.stderr
     assert not (given / "run").exists() and not (given / "out").exists()
 
 

@@ -60,6 +60,8 @@ def test_the_unit_is_that_of_the_fit(tmp_path, x, kind, factor):
         ({}, 0.7, "--target=0.7: the curve of --fit={} goes from 0.300 to 0.610, and not through it"),
         ({}, 0.2, "--target=0.2: the curve of --fit={} goes from 0.300 to 0.610, and not through it"),
         ({"x": "tokens"}, 0.5, "--fit={}: its x is 'tokens', which is neither device-hours, FLOPs nor steps"),
+        ({"exponent": 0.001}, 0.4, "--target=0.4: is out of reach of --fit={}, whose exponent is 0.001"),
+        ({"exponent": -1.0}, 0.4, "--fit={}: exponent -1 and midpoint 2542 are of no curve that rises"),
         (
             {"midpoint": None},
             0.5,

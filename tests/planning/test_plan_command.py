@@ -1,6 +1,7 @@
 """scalerl-plan as a user runs it, where no compiler is needed: GPUs by formula, what it refuses, and its search."""
 
 import json
+import pathlib
 import re
 
 import pytest
@@ -104,6 +105,10 @@ def test_a_target_gives_the_steps(capsys, tmp_path):
         ),
         ({"topology": "h200:8", "target": 0.5}, (), "--fit and --target go together"),
         ({"topology": "h200:8", "generators": 3}, (), "--generators: requires --generator_tokens_per_second"),
+        (
+            {"topology": "h200:8", "generator_price_per_hour": 3.0}, (),
+            "--generator_price_per_hour: requires --generator_tokens_per_second",
+        ),
         ({"topology": "h200:8", "generator": "cpu"}, (), "--generator=cpu: a plan needs the figures of a chip, which "
          "are known of v5e, v5p, v6e, a100-80gb, l4, l40s, h100, h200, b200"),
         ({"topology": "h200:8", "model_config": "/no/such.json"}, (), "--model_config=/no/such.json: no such file"),
@@ -119,6 +124,19 @@ def test_nothing_is_planned_that_cannot_be_written(capsys, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--out=.*: .*file is not a folder"):
         run(capsys, topology="h200:8", out=str(tmp_path / "file" / "plan.json"))
+    with pytest.raises(UserError, match=r"--out=.*: is a folder"):
+        run(capsys, topology="h200:8", out=str(tmp_path))
+
+
+def test_float32_is_slower_by_formula_too(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(compiled, "is_there", lambda machine: False)
+    seconds = []
+    for dtype in ("bfloat16", "float32"):
+        out = str(tmp_path / "new" / f"{dtype}.json")
+        run(capsys, ("model.compute_dtype", dtype), topology="h100:8", out=out)
+        seconds.append(json.loads(pathlib.Path(out).read_text())["plan"]["step_seconds"]["matrix products"])
+    chip = machines.parse("h100:8").chip
+    assert seconds[1] / seconds[0] == pytest.approx(chip.flops / chip.float32_flops, rel=0.05)
 
 
 def test_a_hub_name_needs_no_model_but_a_shape(capsys, tmp_path):

@@ -182,6 +182,23 @@ ENTRY %main (p.0: bf16[2048,512]) -> bf16[512,512] {
     assert of(text).moved == 2 * 2 * 512 * 512
 
 
+def test_attention_of_a_tpu_is_of_its_queries():
+    """Not of the gathered keys of a row that is cut, nor of the sums that the kernel keeps, which are wider."""
+    text = """
+ENTRY %main (skips: s8[1,4,4], q: bf16[8,512,64], k: bf16[4,2048,64], v: bf16[4,2048,64]) -> f32[8,512,128] {
+  %skips = s8[1,4,4] parameter(0)
+  %q = bf16[8,512,64] parameter(1)
+  %k = bf16[4,2048,64] parameter(2)
+  %v = bf16[4,2048,64] parameter(3)
+  %kept = f32[8,512,128] custom-call(), custom_call_target="AllocateBuffer"
+  ROOT %splash_mha_fwd.1 = (bf16[8,512,64], f32[8,512,128]) custom-call(%skips, %q, %k, %v), custom_call_target="tpu_custom_call"
+}
+"""  # noqa: E501
+    found = of(text, attended=100)
+    assert found.flops == 4 * 8 * 512 * 64 * 100
+    assert found.moved == 2 * (2 * 8 * 512 * 64 + 2 * 4 * 2048 * 64) + 4 * 8 * 512 * 128 + 16  # nothing for %kept
+
+
 def test_float32_products_take_the_rate_of_float32():
     size = jax.ShapeDtypeStruct((512, 512), jnp.float32)
     found = of(jax.jit(jnp.dot).lower(size, size).compile().as_text())

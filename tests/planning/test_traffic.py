@@ -3,8 +3,9 @@
 import pytest
 
 from launch.machines import CHIPS, parse
+from scalerl_jax.planning import layout_plan
 from scalerl_jax.planning.collectives import Collective
-from scalerl_jax.planning.roofline import by_axes
+from scalerl_jax.planning.roofline import Traffic, by_axes
 from scalerl_jax.planning.workload import find_machine
 
 KNOWN = "v5e, v5p, v6e, a100-80gb, l4, l40s, h100, h200, b200"
@@ -77,6 +78,14 @@ def test_what_crosses_slices_goes_over_the_network():
     nodes = parse("h200:2x8")
     assert seconds(nodes, {"fsdp": 16}, range(16)).over_network == pytest.approx(1e9 / 15)
     assert seconds(nodes, {"fsdp": 2, "tensor": 8}, range(8)).network_seconds == 0
+
+
+def test_what_is_found_has_the_network_of_the_formula_beside_it():
+    found = (Traffic(("fsdp",), 100, 0.0, 0.1, 0.0),)
+    formula = (Traffic(("fsdp",), 90, 30.0, 0.3, 0.2), Traffic(("replica",), 7, 7.0, 0.4, 0.5))
+    merged = {one.axes: one for one in layout_plan._with_network(found, formula)}
+    assert merged[("fsdp",)] == Traffic(("fsdp",), 130, 30.0, 0.1, 0.2)
+    assert merged[("replica",)] == Traffic(("replica",), 7, 7.0, 0.0, 0.5)
 
 
 def test_one_axis_is_one_row():

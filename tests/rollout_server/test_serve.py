@@ -145,6 +145,28 @@ def test_the_jax_engine_is_served_without_torch(tmp_path: pathlib.Path, model_fo
         process.close()
 
 
+@pytest.mark.parametrize(
+    ("flags", "platform", "said"),
+    [
+        (["--port_file=/no/such/folder/port"], "cpu", "--port_file=/no/such/folder/port: /no/such/folder is no folder"),
+        ([], "cuda", "JAX_PLATFORMS=cuda: no such device here ("),
+    ],
+)
+def test_what_cannot_be_is_one_line(model_folder: pathlib.Path, flags: list[str], platform: str, said: str) -> None:
+    command = [sys.executable, "-m", "rollout_server.serve", "--engine=jax", f"--model={model_folder}", "--port=0"]
+    environment = {**os.environ, "JAX_PLATFORMS": platform}
+    done = subprocess.run([*command, *flags], env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(f"scalerl-serve: {said}"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+async def test_an_address_of_ipv6_needs_no_brackets(model_folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    server = RolloutServer(replay_engine(model_folder), host="::1", port=0)
+    assert server.port > 0
+    await server.stop()
+
+
 async def test_it_ends_when_its_engine_is_over(
     model_folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -407,3 +407,19 @@ def test_samples_of_rollouts(tmp_path):
         "task": "hard",
         "pieces": ["<think>", "é</think>", "2"],
     }
+
+
+def test_what_is_of_no_run_stays(tmp_path):
+    """A model's config.json, and folders of a warm start's names, are not written over."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"the config\.json there is not a run's"):
+        RunFolder(str(tmp_path), make_config())
+    assert (tmp_path / "config.json").read_text() == '{"model_type": "llama"}'
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "traces").mkdir()
+    with pytest.raises(ConfigError, match="holds traces, and no config"):
+        RunFolder(str(tmp_path), make_config(), warm_start=True)
+    assert not (tmp_path / "config.json").exists()
+    RunFolder(str(tmp_path), make_config()).close()
+    with pytest.raises(ConfigError, match=r"^--workdir: is empty$"):
+        RunFolder("", make_config())

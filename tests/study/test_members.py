@@ -155,3 +155,21 @@ def test_where_no_model_can_be_made_that_is_told(tmp_path: pathlib.Path) -> None
     study = read(TINY, "two", studies=write_studies(tmp_path), overrides=[("model.path", "no/such")])
     with pytest.raises(UserError, match=r"config\.model\.path=no/such: no such folder, and no warm start can be made"):
         starts(study, str(tmp_path))
+
+
+def test_warm_starts_that_differ_have_folders_of_their_own() -> None:
+    base = load_file(QUICKSTART)
+
+    def name(**changes: object) -> str:
+        config = load_file(QUICKSTART)
+        for field, value in changes.items():
+            setattr(config.environment, field, value)
+        return members._warm_start(base, config, members._differences(base, config)).name
+
+    names = [name(system_prompt=text) for text in ("Think!", "Think?", "想", "考", "a" * 300, "a" * 301)]
+    assert len(set(names)) == 6 and max(map(len, names)) < 120
+    assert name(minimum_terms=4) == "warm-start-minimum_terms_4"
+    one, both = load_file(QUICKSTART), load_file(QUICKSTART)
+    one.mixture = {"a": one.environment}
+    both.mixture = {"a": one.environment, "b": one.environment}
+    assert set(members._differences(both, one).values()) == {"none"}

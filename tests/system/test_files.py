@@ -105,6 +105,27 @@ def test_two_processes_that_write_the_same_file_do_not_mix(tmp_path):
     assert os.listdir(tmp_path) == ["report.html"]
 
 
+def test_a_link_and_a_pipe_stay_what_they_are(tmp_path):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    files.write_whole(str(tmp_path / "link"), "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    files.write_whole(str(tmp_path / "pipe"), "new")
+    assert os.read(reader, 99) == b"new" and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
+
+
+def test_a_folder_that_only_has_a_like_name_stays(tmp_path):
+    for name in ("out.tmp", "out.old"):
+        (tmp_path / name).mkdir()
+    for replace in (False, True):
+        with files.whole_folder(str(tmp_path / "out"), replace=replace) as folder:
+            assert os.listdir(folder) == []
+    assert sorted(os.listdir(tmp_path)) == ["out", "out.old", "out.tmp"]
+
+
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import types
 
 import jax
@@ -193,11 +194,18 @@ def test_whole_or_not_at_all(tmp_path, runs, start):
     with pytest.raises(entry.UserError, match=r"generation_config\.json"):
         export(workdir=workdir, out=str(tmp_path / "out"), model=str(start))
     assert sorted(os.listdir(tmp_path)) == before
-    (tmp_path / "out.tmp").mkdir()
-    (tmp_path / "out.tmp" / "left.safetensors").write_text("of a process that was killed")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = tmp_path / f"out.{ended.pid}-0.tmp"
+    for folder in (left, tmp_path / "out.tmp"):  # of a process that was killed; of the user
+        folder.mkdir()
+        (folder / "left.safetensors").write_text("")
     (start / "generation_config.json").unlink()
     export(workdir=workdir, out=str(tmp_path / "out"), model=str(start))
-    assert "left.safetensors" not in os.listdir(tmp_path / "out") and not (tmp_path / "out.tmp").exists()
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, "out", "out.tmp"]) and os.listdir(tmp_path / "out.tmp")
+    assert "left.safetensors" not in os.listdir(tmp_path / "out")
+    modes = {os.stat(tmp_path / "out" / name).st_mode for name in os.listdir(tmp_path / "out")}
+    assert len(modes) == 1  # who may read the config may read the weights
 
 
 def test_mistakes_are_one_line(tmp_path, runs, tokenizer_dir):

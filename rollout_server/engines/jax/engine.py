@@ -280,13 +280,17 @@ class JaxEngine(QueuedEngine):
 
     async def score(self, request: ScoreRequest) -> tuple[Scores, Version]:
         check_score(request, self.info)
+        asked = [request]
 
         def score() -> tuple[Scores, Version]:
             with self._changed:  # the current weights, read only now: a waiting score keeps no old ones alive
                 weights, version = self._weights, self._queue.version
-            return self._scorer.score(weights, request), version
+            return self._scorer.score(weights, asked[0]), version
 
-        return await asyncio.get_running_loop().run_in_executor(self._scoring, score)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._scoring, score)
+        finally:
+            asked.clear()  # a call that was given up stays in the executor's queue, but holds nothing
 
     async def close(self) -> None:
         """Ends every request at once."""

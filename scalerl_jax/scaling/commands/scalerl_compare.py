@@ -59,6 +59,9 @@ def main(paths: Sequence[str]) -> None:
     target, grid, seed = fit_flags.TARGET.value, fit_flags.GRID.value, fit_flags.SEED.value
     if target is not None and not given.FORECAST.value:
         raise UserError("--target: is asked of a forecast; add --forecast")
+    for ignored in (fit_flags.CALIBRATION, fit_flags.BOOTSTRAP):
+        if ignored.value != ignored.default:
+            raise UserError(f"--{ignored.name}: is for scalerl-fit alone")
     for flag in (given.BUDGET, given.PLAN_BUDGET):
         if flag.value is not None and not (math.isfinite(flag.value) and flag.value > 0):
             raise UserError(f"--{flag.name}={flag.value:g}: must be a compute above 0")
@@ -81,6 +84,9 @@ def main(paths: Sequence[str]) -> None:
         )
     if given.BASELINE.value is not None and given.BASELINE.value not in names:
         raise UserError(f"--baseline={given.BASELINE.value}: no such run; there are {', '.join(names)}")
+    highest, common = max(run.fit.initial_reward for run in runs), given.COMMON.value
+    if common is not None and common <= highest:
+        raise UserError(f"--common_asymptote={common:g}: is not above the {highest:.3g} that a run begins with")
     baseline = 0 if given.BASELINE.value is None else names.index(given.BASELINE.value)
     with user_mistakes():
         found = None
@@ -89,7 +95,7 @@ def main(paths: Sequence[str]) -> None:
                 runs,
                 baseline=baseline,
                 margin=given.MARGIN.value,
-                common_asymptote=given.COMMON.value,
+                common_asymptote=common,
                 grid=grid,
                 seed=seed,
             )

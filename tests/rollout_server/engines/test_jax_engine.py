@@ -1,9 +1,11 @@
 """The embedded generator as the service sees it: queue, versions, swaps, pinning, withdrawal, score."""
 
 import asyncio
+import gc
 import json
 import threading
 import time
+import weakref
 
 import jax
 import numpy as np
@@ -19,7 +21,7 @@ from tests.rollout_server.conftest import opened_jax
 from tests.rollout_server.jax_reference import Reference, ask, reference_logprobs, tiny
 from tests.rollout_server.pause_decoding import CHUNK, pause_decoding
 from tests.support.models import random_tensors, write_folder
-from tests.support.waiting import eventually_async
+from tests.support.waiting import SECONDS, eventually_async
 
 LENGTH, SLOTS, QUEUE = 128, 4, 8
 CONFIG = tiny()
@@ -314,6 +316,25 @@ async def test_score_is_the_trainers_forward_pass(folder):
         for wrong in (np.zeros(LENGTH + 1, np.int32), np.array([CONFIG.vocab_size]), np.zeros(0, np.int32)):
             with pytest.raises(ValueError):
                 await engine.score(ScoreRequest(wrong))
+
+
+async def test_a_score_that_is_given_up_holds_nothing(folder):
+    async with opened(folder) as engine:
+        release = threading.Event()
+        engine._scoring.submit(release.wait, SECONDS)  # the one thread that scores is busy
+        token_ids = np.zeros(20, np.int32)
+        held = weakref.ref(token_ids)
+        task = asyncio.create_task(engine.score(ScoreRequest(token_ids)))
+        del token_ids
+        await asyncio.sleep(0)  # it is in the executor's queue
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        del task
+        gc.collect()
+        there = held() is not None
+        release.set()
+        assert not there
 
 
 @pytest.mark.slow

@@ -135,6 +135,8 @@ def test_one_run_can_be_forecast(folder, monkeypatch):
         (["loo.csv"], {"target": 0.6}, "--target: .* add --forecast"),
         (["loo.csv"], {"budget": 9000.0}, "--budget: .* add --forecast or --plan_budget"),
         (["loo.csv"], {"forecast": True, "budget": 9000.0}, "ScaleRL: --budget=9000: these points reach 15872 already"),
+        (["loo.csv"], {"calibration": "none.json"}, "--calibration: is for scalerl-fit alone"),
+        (["loo.csv"], {"common_asymptote": 0.1}, r"--common_asymptote=0.1: is not above the 0\.\d+ that"),
         (["loo.csv"], {"plan_budget": -1.0}, "--plan_budget=-1: must be a compute above 0"),
         (["loo.csv"], {"x": "hours"}, "loo.csv: no column 'hours'"),
         (["loo.csv"], {"r0": "high"}, "--r0=high: must be a number or 'fit'"),
