@@ -242,8 +242,8 @@ def estimate(question: Question, choice: Choice, update: compiled.Update | None 
     if program is not None:
         on_chip, bound_by = program.seconds - program.waited, program.bound_by
         parts = times.parts | {PRODUCTS: program.products, MEMORY: program.moved / machine.chip.memory_rate}
-        # Traffic between slices is not in the program's text.
-        bound_by[NETWORK] = max(0.0, parts[NETWORK] - on_chip) if machine.chip.is_tpu else 0.0
+        if machine.chip.is_tpu:  # traffic between slices is not in the program's text
+            bound_by[NETWORK] = max(0.0, parts[NETWORK] - on_chip)
         step = max(program.seconds, on_chip + bound_by[NETWORK])
         in_turn = on_chip + parts[LINKS] + parts[NETWORK]
         times = Roofline(step, in_turn, parts, max(bound_by, key=lambda part: bound_by[part]))

@@ -89,7 +89,7 @@ class ProgramRoofline:
     @property
     def waited(self) -> float:
         """Seconds waited for collectives."""
-        return self.bound_by[roofline.LINKS]
+        return self.bound_by[roofline.LINKS] + self.bound_by[roofline.NETWORK]
 
     @property
     def bound_by(self) -> dict[str, float]:
@@ -123,7 +123,7 @@ class _ProgramReader:
     def run(self, computation: str, times: float) -> float:
         """Seconds of one run of a computation; its kernels are recorded `times` times."""
         now = links = 0.0  # time when the previous work is done; when the links are free
-        ends: dict[str, float] = {}
+        ends, part = dict[str, tuple[float, str]](), roofline.LINKS  # of collectives; the last one's limit
         for one in self.program.computations.get(computation, ()):
             if one.op in ("while", "call"):
                 trips = self.program.trips(one)
@@ -139,23 +139,24 @@ class _ProgramReader:
                 continue
             begun = one.operands[0] if one.op.endswith("-done") and one.operands else ""
             if begun in ends:
-                self._wait(self.program.named(computation, begun) or one, times, ends[begun] - now)
-                now = max(now, ends[begun])
+                end, limit = ends[begun]
+                self._wait(self.program.named(computation, begun) or one, limit, times, end - now)
+                now = max(now, end)
                 continue
-            for sent, inner in self._sent(computation, one):
+            for (sent, part), inner in self._sent(computation, one):
                 links = max(now, links) + sent
                 if inner or ('"is_sync":true' not in one.line and one.op.endswith("-start")):
-                    ends[one.name] = links
+                    ends[one.name] = links, part
                 else:
-                    self._wait(one, times, links - now)
+                    self._wait(one, part, times, links - now)
                     now = links
             now += self._kernel(computation, one, times)
         if links > now:  # a collective that continues in fusions has no named end
-            self._wait(self.program.computations[computation][-1], times, links - now)
+            self._wait(self.program.computations[computation][-1], part, times, links - now)
         return max(now, links)
 
-    def _sent(self, computation: str, one: Instruction) -> Iterable[tuple[float, bool]]:
-        """(seconds, whether inside a fusion) of the collectives of an instruction."""
+    def _sent(self, computation: str, one: Instruction) -> Iterable[tuple[tuple[float, str], bool]]:
+        """((seconds, LINKS or NETWORK), whether inside a fusion) of the collectives of an instruction."""
         for found in of_instruction(computation, one, 1):
             yield roofline.seconds_of(found, self.machine), False
         for inner, part in self.program.inside(one):
@@ -165,11 +166,11 @@ class _ProgramReader:
                     self._channels |= {channel[1]} if channel else set()
                     yield roofline.seconds_of(found, self.machine), True
 
-    def _wait(self, one: Instruction, times: float, seconds: float) -> None:
-        """Records seconds waited for a collective that this instruction started."""
+    def _wait(self, one: Instruction, part: str, times: float, seconds: float) -> None:
+        """Records seconds waited for a collective that this instruction started. part: LINKS or NETWORK."""
         if seconds > 0:
             scope = f"{scope_of(one)}, waited for"
-            self.kernels.append(Kernel(one.name, scope, times, 0.0, 0.0, 0.0, times * seconds, roofline.LINKS))
+            self.kernels.append(Kernel(one.name, scope, times, 0.0, 0.0, 0.0, times * seconds, part))
 
     def _kernel(self, computation: str, one: Instruction, times: float) -> float:
         chip = self.machine.chip

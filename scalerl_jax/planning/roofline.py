@@ -57,12 +57,13 @@ def by_axes(collectives: Iterable[Collective], mesh: Mapping[str, int], machine:
     return sorted(found.values(), key=lambda traffic: -traffic.received)
 
 
-def seconds_of(one: Collective, machine: Machine) -> float:
-    """Seconds of a collective on the links or the network, whichever takes longer."""
+def seconds_of(one: Collective, machine: Machine) -> tuple[float, str]:
+    """Seconds of a collective on LINKS or NETWORK, whichever takes longer, and which of them."""
     if not one.pairs or not one.received:
-        return 0.0
+        return 0.0, LINKS
     network = one.received * _network_share(one, machine)
-    return max((one.received - network) / _link_rate(one, machine), network / machine.chip.network_rate)
+    on_links = (one.received - network) / _link_rate(one, machine)
+    return max((on_links, LINKS), (network / machine.chip.network_rate, NETWORK), key=lambda found: found[0])
 
 
 def _network_share(one: Collective, machine: Machine) -> float:

@@ -111,6 +111,11 @@ def test_a_collective_is_waited_for_as_far_as_nothing_goes_on_beside_it():
     assert mlp.scope == "forward: mlp dot_general" and mlp.calls == 4 and mlp.flops == product
 
 
+def test_between_nodes_the_network_is_waited_for():
+    found = program_roofline.of(Program(LOOP), parse("h100:2x4"))
+    assert found.waited == found.bound_by[roofline.NETWORK] > 0 and found.places()[0].binds == roofline.NETWORK
+
+
 def test_one_that_is_said_to_wait_has_nothing_beside_it():
     waiting = LOOP.replace("dimensions={0}\n  %y", 'dimensions={0}, backend_config={"is_sync":true}\n  %y')
     assert of(waiting).waited == pytest.approx(4 * 2 * 8192 * 8192 * 7 / 8 / CHIP.link_rate)
