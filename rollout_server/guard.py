@@ -3,7 +3,8 @@
     too long, or not a message      INVALID_ARGUMENT, and the message is not read (PushWeights has its own bound for a
                                     chunk, see contract/chunks.py)
     too many calls of a method      RESOURCE_EXHAUSTED, so that no method can occupy the whole server
-    nothing is read for long        the call ends: a client that does not read does not hold its place forever
+    no message comes, or nothing    DEADLINE_EXCEEDED: a client that does not send, or does not read, does not hold its
+    is read for long                place forever
     a bug of the server             UNKNOWN, with its traceback in the log, a few times a minute
     details of an error             one line of at most 1 KiB
 
@@ -61,6 +62,9 @@ UNREAD_SECONDS = 120.0
 
 # How long the status of a call whose client reads nothing may still take to be sent.
 FAREWELL_SECONDS = 1.0
+
+# How long the one message of a call that is no stream may take to come.
+MESSAGE_SECONDS = 30.0
 
 # How long a stream with a malformed message is still read, so that its client receives the reason.
 DRAIN_SECONDS = 0.2
@@ -127,28 +131,30 @@ class Guard(grpc.aio.ServerInterceptor):
             except Exception as error:  # noqa: BLE001 (whatever a codec raises: the bytes are the client's)
                 return MalformedMessage(f"not a message of this method ({error})")
 
-        async def serve(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            return await self._serve(method, handler, request, _Context(context))
+        async def serve(messages: Any, context: grpc.aio.ServicerContext) -> Any:
+            return await self._serve(method, handler, _Context(context))
 
-        return handler_like(handler, serve, deserialize)
+        # A stream to gRPC, whatever the method is: gRPC would wait for a single message before it calls `serve`.
+        codecs = {"request_deserializer": deserialize, "response_serializer": handler.response_serializer}
+        return rpc.handler(True, handler.response_streaming, serve, **codecs)
 
-    async def _serve(self, method: str, handler: grpc.RpcMethodHandler, request: Any, context: "_Context") -> Any:
+    async def _serve(self, method: str, handler: grpc.RpcMethodHandler, context: "_Context") -> Any:
         self._let_in(context.peer())
         most = self._bounds.get(method, OTHERS).calls
         if self._calls[method] >= most:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{most} such calls are being served already")
         self._calls[method] += 1
         try:
-            return await _call(handler, request, context)
+            return await _call(handler, context)
         except MalformedMessage as error:
             why = peer_text.printable(error)
             self._quiet.log("malformed", logging.WARNING, "%s from %s: %s", method, context.peer(), why)
             if handler.request_streaming:
                 await context.drain()
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
-        except Unread:
-            self._quiet.log("unread", logging.WARNING, "%s from %s: nothing is read", method, context.peer())
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was read for {UNREAD_SECONDS:g} s")
+        except Stalled as error:
+            self._quiet.log("stalled", logging.WARNING, "%s from %s: %s", method, context.peer(), error)
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 (logged, and answered)
@@ -160,21 +166,29 @@ class Guard(grpc.aio.ServerInterceptor):
             self._calls[method] -= 1
 
 
-class Unread(Exception):
-    """The client does not read its answers."""
+class Stalled(Exception):
+    """The client does not send its message, or does not read its answers."""
 
 
-async def _call(handler: grpc.RpcMethodHandler, request: Any, context: "_Context") -> Any:
-    if isinstance(request, MalformedMessage):
-        raise request
-    if handler.request_streaming:
-        request = _messages(context)
+async def _call(handler: grpc.RpcMethodHandler, context: "_Context") -> Any:
+    request: Any = _messages(context) if handler.request_streaming else await _message(context)
     answers = getattr(handler, rpc.kind(handler.request_streaming, handler.response_streaming))(request, context)
     if not isinstance(answers, AsyncIterator):
         return await answers  # a single answer, or None if the method writes by itself
     async for answer in answers:
         await context.write(answer)
     return None
+
+
+async def _message(context: "_Context") -> Any:
+    try:
+        async with asyncio.timeout(MESSAGE_SECONDS):
+            message = await context.read()
+    except TimeoutError:
+        raise Stalled(f"no message came for {MESSAGE_SECONDS:g} s") from None
+    if message is grpc.aio.EOF:
+        raise MalformedMessage("no message came")
+    return message
 
 
 async def _messages(context: "_Context") -> AsyncIterator[Any]:
@@ -201,13 +215,13 @@ class _Context(CallContext):
                     pass
 
     async def write(self, message: Any) -> None:
-        """Raises Unread where the client does not read."""
+        """Raises Stalled where the client does not read."""
         try:
             async with asyncio.timeout(UNREAD_SECONDS):
                 await self._context.write(message)
         except TimeoutError:
             self._unread = True
-            raise Unread from None
+            raise Stalled(f"nothing was read for {UNREAD_SECONDS:g} s") from None
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
         """Always raises. The status waits behind unread answers; the call waits for it for a limited time."""

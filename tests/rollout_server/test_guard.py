@@ -284,6 +284,25 @@ async def test_a_stream_that_nobody_reads_ends(
         call.cancel()
 
 
+async def test_a_call_whose_message_never_comes_is_counted_and_ends(
+    make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch, calls: collections.Counter[str]
+) -> None:
+    status = "/scalerl.v1.Rollout/Status"
+    async with serving(make_replay()) as served:
+        silent = served.channel.stream_unary(status)(timeout=SECONDS)  # the same call on the wire
+        await eventually_async(lambda: calls[status] == 1)
+        assert (await served.status()).slots
+        silent.cancel()
+        await eventually_async(lambda: not calls.total())
+        monkeypatch.setattr(guard, "MESSAGE_SECONDS", 0.2)
+        silent = served.channel.stream_unary(status)(timeout=SECONDS)
+        assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await silent.details() == "no message came for 0.2 s"
+        monkeypatch.setattr(guard, "MESSAGE_SECONDS", SECONDS)
+        empty = served.channel.stream_unary(status)(iter(()), timeout=SECONDS)
+        assert await empty.code() is INVALID and not calls.total()
+
+
 async def test_requests_pinned_to_an_old_version_do_not_keep_a_late_one_out(
     make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
