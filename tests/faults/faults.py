@@ -265,8 +265,8 @@ FAULTS = (
     Fault(
         "a file is written in its place",
         "scalerl_jax/system/files.py",
-        "    beside = temporary(path)\n",
-        "    beside = path\n",
+        "    beside = temporary(target)\n",
+        "    beside = target\n",
         "tests/system/test_files.py::test_a_file_that_has_no_room_is_as_it_was",
     ),
     Fault(

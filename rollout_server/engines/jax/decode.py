@@ -451,11 +451,10 @@ def _feed(
         key_at = key.at[slots, :, :, position] if precision.keys_last else key.at[slots, :, position]
         keys.append(key_at.set(k, **write))
         values.append(value.at[slots, :, position].set(v, **write))
-        own = keys[-1], values[-1]
         if precision.bitwise:
             of_slots = attend_slots_on_cpu if precision.on_cpu else attend_slots
-            return of_slots(q, *own, position, precision.dot)
-        return caches_lib.attend(q, *own, position, live=state.live, precision=precision, **rest)
+            return of_slots(q, keys[-1], values[-1], position, precision.dot)
+        return caches_lib.attend(q, keys[-1], values[-1], position, live=state.live, precision=precision, **rest)
 
     x, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
     x = final_norm(x, weights["final_norm"], config, precision, lead=1)
