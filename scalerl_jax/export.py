@@ -78,7 +78,7 @@ def run() -> None:
 
 
 def _main(arguments: list[str]) -> None:
-    entry.alone(_export)(arguments)
+    entry.without_arguments(_export)(arguments)
 
 
 def _export() -> None:

@@ -35,7 +35,7 @@ def run_command(main: Callable[[list[str]], None]) -> NoReturn:
 def run_with_config(main: Callable[[Config], None]) -> NoReturn:
     """Reads --config=FILE and its overrides, then the absl flags, then runs `main(config)`."""
     config, rest = _read(main, parse_argv, required=True)
-    _run(alone(lambda: main(config)), rest)
+    _run(without_arguments(lambda: main(config)), rest)
 
 
 def run_with_arguments(main: Callable[[Config, list[str]], None], *, default: Config) -> NoReturn:
@@ -47,15 +47,15 @@ def run_with_arguments(main: Callable[[Config, list[str]], None], *, default: Co
 def run_with_config_later(main: Callable[[GivenConfig], None]) -> NoReturn:
     """The same for a command that finds its config itself without --config: main gets the config's flags as given."""
     given, rest = _read(main, read_argv, required=False)
-    _run(alone(lambda: main(given)), rest)
+    _run(without_arguments(lambda: main(given)), rest)
 
 
-def alone(main: Callable[[], None]) -> Callable[[list[str]], None]:
+def without_arguments(main: Callable[[], None]) -> Callable[[list[str]], None]:
     """A main for arguments that are not flags, which refuses any."""
 
     def run(arguments: list[str]) -> None:
         if arguments:
-            raise UserError(f"{arguments[0]}: is no flag; flags begin with two hyphens, and there are no others here")
+            raise UserError(f"{arguments[0]}: is no flag: those begin with two hyphens, and nothing else is taken here")
         main()
 
     return run
