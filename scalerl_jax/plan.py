@@ -13,7 +13,6 @@ micro-batch or remat that does. The policy's weights are not needed.
 
 import dataclasses
 import json
-import os
 import sys
 from typing import Any
 
@@ -42,10 +41,7 @@ def main(config_given: GivenConfig) -> None:
         if flag.value != flag.default and not given.TOKENS_PER_SECOND.value:
             raise entry.UserError(f"--{flag.name}: requires --generator_tokens_per_second")
     if given.OUT.value:
-        entry.check_out("--out", given.OUT.value)
-        if os.path.isdir(given.OUT.value):
-            raise entry.UserError(f"--out={given.OUT.value}: is a folder")
-        os.makedirs(os.path.dirname(os.path.abspath(given.OUT.value)), exist_ok=True)
+        entry.prepare_out("--out", given.OUT.value)
     with entry.user_mistakes():
         machine = workload.find_machine(given.TOPOLOGY.value, given.SLICES.value)
         decoder, source = workload.find_decoder(

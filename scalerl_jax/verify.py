@@ -306,12 +306,9 @@ def main(config: Config, arguments: list[str]) -> None:
     if not arguments:
         raise entry.UserError("no file given, as in scalerl-verify ANSWERS.jsonl")
     if values.out is not None:
-        entry.check_out("--out", values.out)
-        if not values.out or os.path.isdir(values.out):
-            raise entry.UserError(f"--out={values.out}: is {'a folder' if values.out else 'empty'}")
         if any(os.path.realpath(_layout(given)[1]) == os.path.realpath(values.out) for given in arguments):
             raise entry.UserError(f"--out={values.out}: is the file that is read")
-        os.makedirs(os.path.dirname(os.path.abspath(values.out)), exist_ok=True)
+        entry.prepare_out("--out", values.out)
     thinking = values.thinking or ("" if with_config else "auto")
     with entry.user_mistakes():
         rows = list(read_rows(arguments, config))

@@ -125,6 +125,14 @@ def check_out(name: str, path: str) -> None:
         raise UserError(f"{name}={path}: {folder} cannot be written to")
 
 
+def prepare_out(name: str, path: str) -> None:
+    """As check_out, of a file, whose folder is made."""
+    check_out(name, path)
+    if not path or os.path.isdir(path):
+        raise UserError(f"{name}={path}: is {'a folder' if path else 'empty'}")
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+
+
 def fail(message: str) -> NoReturn:
     sys.stderr.write(f"error: {message}\n")
     raise SystemExit(2)

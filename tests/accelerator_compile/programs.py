@@ -84,7 +84,9 @@ def facts(program: Any, mesh: dict[str, int] | None = None) -> dict[str, Any]:
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes,
-        "attention": sorted(set(re.findall(r"fmha(?:ScaleBias)?Softmax\w*|splash_mha_(?:fwd|dq|dkv)|live_attention", text))),
+        "attention": sorted(
+            set(re.findall(r"fmha(?:ScaleBias)?Softmax\w*|splash_mha_(?:fwd|dq|dkv)|live_attention", text))
+        ),
     }
 
 

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rollout_server.engines.jax import live_attention
+from rollout_server.engines.jax.live_attention import LANES
 from rollout_server.engines.jax.weights import DecodePrecision
 from rollout_server.engines.sequence import Sequence
 from scalerl_jax.model.attention import cudnn
@@ -34,7 +35,6 @@ from scalerl_jax.model.decoder_config import DecoderConfig
 
 Caches = list[jax.Array]  # per layer
 Prefix = Any  # (keys, values, experts | None) on the device, of decode.prefill
-_LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Partial:
 
 def heads_of(config: DecoderConfig, precision: DecodePrecision) -> tuple[int, int]:
     """(K, h): the number of key/value heads to the caches, and their size."""
-    joined = _LANES // math.gcd(_LANES, config.head_dim) if precision.kept_apart else 1
-    fit = joined * config.head_dim == _LANES and config.kv_heads % joined == 0
-    return (config.kv_heads // joined, _LANES) if fit else (config.kv_heads, config.head_dim)
+    joined = LANES // math.gcd(LANES, config.head_dim) if precision.kept_apart else 1
+    fit = joined * config.head_dim == LANES and config.kv_heads % joined == 0
+    return (config.kv_heads // joined, LANES) if fit else (config.kv_heads, config.head_dim)
 
 
 def as_cached(x: jax.Array, config: DecoderConfig, precision: DecodePrecision) -> jax.Array:

@@ -22,7 +22,7 @@ from scalerl_jax.model.attention.blocks import MASKED
 
 LONG_CACHE = 2048  # positions; shorter caches have little that is not live
 LONGEST_TILE, SHORTEST_TILE = 512, 256
-_LANES = 128
+LANES = 128
 _TILE_BYTES = 2**21  # of keys; a step has those, as many of values, and the next step's on their way
 # cuDNN reads each key head of a slot with one of the 108 to 148 multiprocessors of a large GPU: with fewer most of the
 # memory's rate is lost, which XLA's products use whatever the shape is.
@@ -42,7 +42,7 @@ def tile_of(cache: jax.Array) -> int:
     """Positions of a tile of a cache [B, K, S, h]; 0: it is read whole, since it is short, its length odd, or its heads
     are no whole lanes: then the kernel's layout is another one, and every step would copy the cache."""
     _, heads, length, size = cache.shape
-    tile = math.gcd(length, LONGEST_TILE) if size % _LANES == 0 else 0
+    tile = math.gcd(length, LONGEST_TILE) if size % LANES == 0 else 0
     while heads * tile * size * cache.dtype.itemsize > _TILE_BYTES:
         tile //= 2
     return tile if tile >= SHORTEST_TILE and length > tile else 0
