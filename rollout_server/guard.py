@@ -16,7 +16,7 @@ import collections
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NamedTuple
 
 import grpc
@@ -94,14 +94,6 @@ class CallContext:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
-
-
-def handler_like(
-    handler: grpc.RpcMethodHandler, serve: Callable[..., Awaitable[Any]], deserialize: Callable[[bytes], Any]
-) -> grpc.RpcMethodHandler:
-    """A handler of the same kind whose answers `serve` returns, or writes itself."""
-    codecs = {"request_deserializer": deserialize, "response_serializer": handler.response_serializer}
-    return rpc.handler(handler.request_streaming, handler.response_streaming, serve, **codecs)
 
 
 class Guard(grpc.aio.ServerInterceptor):

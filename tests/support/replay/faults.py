@@ -41,7 +41,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from rollout_server.guard import CallContext, handler_like
+from rollout_server.guard import CallContext
 from scalerl_jax.contract import codec, rpc
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk
@@ -131,7 +131,11 @@ class FaultInterceptor(grpc.aio.ServerInterceptor):
             await handler.unary_stream(request, faulty)
             return await faulty.end()
 
-        return handler_like(handler, serve, handler.request_deserializer)
+        codecs = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        return rpc.handler(handler.request_streaming, handler.response_streaming, serve, **codecs)
 
 
 def claim(reply: pb.StatusReply, faults: FaultInterceptor) -> None:
