@@ -11,7 +11,7 @@
 # make test-vllm    the tests of the vLLM engine, in that environment
 # make test-adapters   other libraries' environments, and their clients of the gateway, in .venv-adapters (Python 3.11)
 # make test-tinker  programs of tinker-cookbook on scalerl-tinker, which run in .venv-tinker (Python 3.11); 20 minutes
-# make durations    all tests of the targets above but test-long, which rewrites tests/durations.json
+# make durations    the tests above but test-long and test-tinker; rewrites tests/durations.json
 # make test-accelerator    the tests of tests/accelerator on this machine's GPU, or small on its CPU; a quarter of an hour
 # make bench-accelerator   one JSON and one table: update, sampling, weights, beside PyTorch; TINY=1: small, on a CPU
 # make accelerator-wheels  what those two need besides Python 3.12, jax[cuda] and torch, into build/wheels

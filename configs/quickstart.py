@@ -4,7 +4,7 @@ Command    make quickstart
            (scalerl-sft  --config=configs/quickstart.py --workdir=runs/quickstart-warm-start
             scalerl-train --config=configs/quickstart.py --workdir=runs/quickstart)
 Hardware   2 CPU cores, 4 GB of memory
-Time       4 to 9 minutes, installation included
+Time       3 to 9 minutes, the installation not counted
 Expect     held-out pass rate from under 0.40 to about 0.90 or more by RL alone; the forecast at half of the compute is
            within 0.05 of the last quarter
 """
