@@ -97,6 +97,11 @@ class Cluster:
             raise ValueError(
                 f"--namespace={self.namespace}: is no name of a namespace: lower-case letters, digits and -"
             )
+        for flag in ("storage_size", "models_size"):
+            _check_quantity(flag, getattr(self, flag))
+        for flag in ("trainer_resources", "generator_resources"):
+            for quantity in getattr(self, flag).values():
+                _check_quantity(flag, quantity)
         if self.slices > 1 and (settings.trainer is None or settings.trainer.kind != "tpu"):
             raise ValueError(f"--slices={self.slices}: requires a --trainer that is a TPU slice")
         if self.slices > 1 and self.trainer_kind == "lws":
@@ -140,6 +145,12 @@ class Cluster:
                 "(config.pacing.max_off_policy_steps), which never keep so many busy (config.fleet.slots="
                 f"{slots} each): no more would ever be started"
             )
+
+
+def _check_quantity(flag: str, text: str) -> None:
+    """Raises ValueError where this is no quantity of Kubernetes."""
+    if not re.fullmatch(r"(\d+\.?\d*|\.\d+)(m|[kMGTPE]|[KMGTPE]i)?", text):
+        raise ValueError(f"--{flag}: {text!r} is no quantity, such as 8 or 200Gi")
 
 
 def render(settings: Settings, cluster: Cluster) -> list[RenderedFile]:

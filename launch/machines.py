@@ -90,6 +90,11 @@ class Machine:
         return self.devices // (self.hosts * slices)
 
     @property
+    def least(self) -> int:
+        """The fewest devices that a host is given with: one, or all chips of a TPU's smallest slice."""
+        return min(self.chip.one_host, default=1)
+
+    @property
     def kind(self) -> str:
         return "tpu" if self.chip.is_tpu else "cpu" if self.chip.name == "cpu" else "gpu"
 

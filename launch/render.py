@@ -20,6 +20,8 @@ import shutil
 import subprocess
 from typing import Any
 
+from absl import flags
+
 from launch import kubernetes, launch_flags, machines, rendered, slurm
 from launch.settings import Settings, check_name, pairs
 from scalerl_jax.cli import entry
@@ -33,6 +35,11 @@ _APPLY = {
 }
 # Target -> its own settings; every field has the name of its flag.
 _SETTINGS: dict[str, type] = {"kubernetes": kubernetes.Cluster, "slurm": slurm.Queue}
+# --part -> flags that only the other part reads, by how their names begin.
+_OTHER_PARTS = {
+    "trainer": re.compile("generator|engine|autoscale|maximum_gen|busy_|prometheus|issuer|tls_certificate|tls_key"),
+    "generators": re.compile("trainer|slices|grace_|max_restarts|runs_claim|storage_size|tls_name"),
+}
 
 
 def _flag(name: str) -> Any:
@@ -43,13 +50,22 @@ def _value(name: str) -> Any:
     return _flag(name).value
 
 
-def _check_target(target: str) -> None:
-    """Raises ValueError where a flag is given that only another target reads."""
+def _check_read(target: str, part: str) -> None:
+    """Raises ValueError where a flag is given that nothing of this launch reads."""
     own = {field.name for field in dataclasses.fields(_SETTINGS[target])}
     for other, kind in _SETTINGS.items():
         for field in dataclasses.fields(kind):
             if field.name not in own and _flag(field.name).present:
                 raise ValueError(f"--{field.name}: requires --target={other}")
+    given = [flag for flag in vars(launch_flags).values() if isinstance(flag, flags.FlagHolder) and flag.present]
+    for flag in given if part in _OTHER_PARTS else ():
+        if flag.value and _OTHER_PARTS[part].match(flag.name):
+            raise ValueError(f"--{flag.name}: does not go with --part={part}")
+    if launch_flags.PROMETHEUS.present and launch_flags.AUTOSCALE.value != "keda":
+        raise ValueError("--prometheus: requires --autoscale=keda")
+    for volume, claim in ((launch_flags.STORAGE_SIZE, "runs_claim"), (launch_flags.MODELS_SIZE, "models_claim")):
+        if volume.present and _value(claim):
+            raise ValueError(f"--{volume.name}={volume.value}: --{claim}={_value(claim)} is there already")
 
 
 def _machine(flag: str, *, wanted: bool) -> machines.Machine | None:
@@ -62,8 +78,8 @@ def _machine(flag: str, *, wanted: bool) -> machines.Machine | None:
 
 def _settings(config: Config, target: str, *, name: str, workdir: str) -> Settings:
     """workdir: the run's folder; "" derives it from the run's name. Raises ValueError, one line that names the flag."""
-    _check_target(target)
     part = launch_flags.PART.value
+    _check_read(target, part)
     check_name(name)
     generator = _machine("generator", wanted=part != "trainer")
     servers = launch_flags.SERVERS.value

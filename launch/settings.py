@@ -65,14 +65,23 @@ class Settings:
                     f"config.distill.teachers.{name}={where}: is a folder, and a launched run takes servers: launch "
                     f"them with --part=generators --config.model.path={where}, and give their addresses"
                 )
-        if self.generator is not None and self.generator.hosts > 1:
+        if self.generator is not None:
+            self._check_generator(self.generator)
+
+    def _check_generator(self, machine: Machine) -> None:
+        if machine.hosts > 1:
             raise ValueError(
-                f"--generator={self.generator.text}: the devices of an engine are on one host; more generators are "
+                f"--generator={machine.text}: the devices of an engine are on one host; more generators are "
                 "--generators=N"
             )
-        if self.generator is not None and self.engine == "vllm" and self.generator.kind == "tpu":
-            raise ValueError(f"--engine=vllm: runs on GPUs and CPUs, not on --generator={self.generator.text}")
-        if self.generator is not None and self.engine == "vllm" and self.config.numerics != "fast":
+        if self.engine == "jax" and machine.devices_of_host > machine.least:
+            raise ValueError(
+                f"--generator={machine.text}: the jax engine computes on one device, and the others would be idle; "
+                "more generators are --generators=N"
+            )
+        if self.engine == "vllm" and machine.kind == "tpu":
+            raise ValueError(f"--engine=vllm: runs on GPUs and CPUs, not on --generator={machine.text}")
+        if self.engine == "vllm" and self.config.numerics != "fast":
             raise ValueError(f"--engine=vllm: config.numerics={self.config.numerics} is computed by jax alone")
 
 

@@ -77,6 +77,11 @@ class Queue:
         for flag in ("trainer_memory", "generator_memory"):
             if (value := getattr(self, flag)) and not re.fullmatch(r"\d+[KMGT]?", value):
                 raise ValueError(f"--{flag}={value}: is not written like 512G")
+        if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}|infinite|unlimited", self.time, re.IGNORECASE):
+            raise ValueError(f"--time={self.time}: is not written like 24:00:00 or 2-12:00 (days-hours:minutes)")
+        for flag in ("partition", "generator_partition", "account"):
+            if not re.fullmatch(r"[^\s\"'\\]*", value := getattr(self, flag)):
+                raise ValueError(f"--{flag}={value}: no such name: it has blanks or quotes")
         for flag in ("trainer_sbatch", "generator_sbatch"):
             for option in getattr(self, flag):
                 _check_option(flag, option)

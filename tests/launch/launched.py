@@ -54,9 +54,10 @@ LAUNCHES = {
         "--trainer=cpu", "--config.environment.name=programs", "--config.environment.minimum_terms=1",
         "--config.environment.maximum_terms=2",
     ),
-    "generators": ("--part=generators", "--token_file=TOKEN", "--trainer="),
+    "generators": ("--part=generators", "--token_file=TOKEN", "--trainer=", "--trainer_image="),
     "trainer": (
         "--part=trainer", "--token_file=TOKEN", "--tls_authority=AUTHORITY", "--generator=",
+        "--generator_image=",
         "--servers=dns:///generators.example:8500",
     ),
 }  # fmt: skip
