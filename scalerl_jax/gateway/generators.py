@@ -200,8 +200,8 @@ class Generators:
             raise Late(f"not sampled within {seconds:.0f} s") from None
 
     async def _somewhere(self, request: GroupRequest) -> tuple[Completion, str]:
-        full, why = set[str](), "no server is there"
-        for _ in range(MOST_TRIES):
+        full, why, lost = set[str](), "no server is there", 0
+        while lost < MOST_TRIES:
             try:
                 await self.ready(NO_SERVER_SECONDS)
             except NoServer:
@@ -219,8 +219,8 @@ class Generators:
                 completion = await self.ask(server, asked)
             except Full:
                 full.add(server.address)
-            except Lost as lost:
-                why = str(lost)
+            except Lost as error:
+                why, lost = str(error), lost + 1
             else:
                 self._remember(request.session, server)
                 return completion, f"{server.address} {asked_of.server_id}"

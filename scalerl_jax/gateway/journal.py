@@ -2,7 +2,8 @@
 
     record    uint32 length, uint32 CRC-32 as in zlib, both little-endian; then `length` bytes of JSON
 
-A record counts once it is complete and on the disk. An incomplete last one, left by a killed process, is cut off.
+A record counts once it is complete and on the disk. An incomplete last one, left by a killed process, is cut off; one
+that has a complete one behind it is damaged.
 """
 
 import errno
@@ -73,15 +74,23 @@ def _whole(data: bytes, path: str) -> tuple[list[dict[str, Any]], int]:
         length, checksum = _HEAD.unpack_from(data, at)
         end = at + _HEAD.size + length
         payload = data[at + _HEAD.size : end]
-        if not length or end > len(data):
-            break
-        if zlib.crc32(payload) != checksum:
-            if end < len(data):
+        if not length or end > len(data) or zlib.crc32(payload) != checksum:
+            if _has_record(data, at + 1):
                 raise ValueError(f"{path}: the record at byte {at} is damaged")
             break
         records.append(json.loads(payload))
         at = end
     return records, at
+
+
+def _has_record(data: bytes, begin: int) -> bool:
+    """Whether there is a complete record anywhere behind `begin`."""
+    for at in range(begin, len(data) - _HEAD.size):
+        length, checksum = _HEAD.unpack_from(data, at)
+        start, end = at + _HEAD.size, at + _HEAD.size + length
+        if length and end <= len(data) and zlib.crc32(memoryview(data)[start:end]) == checksum:
+            return True
+    return False
 
 
 def _sync(folder: str) -> None:

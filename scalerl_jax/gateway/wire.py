@@ -73,13 +73,13 @@ async def body_of(request: Request, *, empty: bool = False) -> dict[str, Any]:
     return {} if empty and not data else object_of(data)
 
 
-async def read_body(request: Request) -> bytes:
-    """Raises ApiError."""
+async def read_body(request: Request, *, most: int = MOST_BODY_BYTES) -> bytes:
+    """most: bytes. Raises ApiError."""
     data = bytearray()
     async for part in request.stream():
         data += part
-        if len(data) > MOST_BODY_BYTES:
-            raise ApiError(413, f"the body is longer than {MOST_BODY_BYTES} bytes", headers={"connection": "close"})
+        if len(data) > most:
+            raise ApiError(413, f"the body is longer than {most} bytes", headers={"connection": "close"})
     return bytes(data)
 
 

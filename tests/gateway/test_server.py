@@ -16,14 +16,34 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from scalerl_jax.contract.codec import Completion, GroupRequest
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest, Sampling
+from scalerl_jax.contract.security import Credentials
 from scalerl_jax.gateway import app
 from scalerl_jax.gateway.agents import _FleetSampler
 from scalerl_jax.gateway.chat import Chat
-from scalerl_jax.gateway.generators import NoServer
+from scalerl_jax.gateway.generators import Busy, Full, Generators, NoServer
 from scalerl_jax.gateway.server import listen, serve
 from scalerl_jax.gateway.sessions import Sessions
 from tests.gateway.chat_model import QUESTION, model_folder
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_full_servers_are_busy_however_many(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(server: Any, request: GroupRequest) -> Completion:
+        raise Full("full")
+
+    async def generate() -> None:
+        addresses = [f"127.0.0.1:{i + 1}" for i in range(count)]
+        generators = Generators(addresses, credentials=Credentials(), fingerprint="", vocabulary=0)
+        for server in generators.servers:
+            server.status = pb.StatusReply(slots=1, server_id="s", maximum_tokens=64)
+        monkeypatch.setattr(generators, "ask", ask)
+        request = GroupRequest(0, "g", np.array([1], np.int32), (CompletionRequest(0, 0),), Sampling())
+        with pytest.raises(Busy, match="the queue of every server is full"):
+            await generators.generate(request, seconds=60)
+
+    asyncio.run(generate())
 
 
 def test_requests_that_are_cut_off_at_its_end_are_answered(caplog: pytest.LogCaptureFixture) -> None:

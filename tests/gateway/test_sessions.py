@@ -414,6 +414,11 @@ def test_a_damaged_journal_is_named(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match=r"s\.journal: the record at byte 0 is damaged"):
         Journal(path)
     data[10] ^= 1
+    for length in (0, 2**31):  # of the first record: what is behind it is not cut off
+        pathlib.Path(path).write_bytes(length.to_bytes(4, "little") + data[4:])
+        with pytest.raises(ValueError, match="the record at byte 0 is damaged"):
+            Journal(path)
+        assert os.path.getsize(path) == len(data)
     pathlib.Path(path).write_bytes(data[:-1])
     whole = Journal(path)
     assert [record["a"] for record in whole.records] == [1] and os.path.getsize(path) == len(data) // 2
