@@ -131,8 +131,8 @@ def _http() -> None:
             "model", None, "Hugging Face folder of the model to sample from, or a run's folder.", required=True
         )
         flags.DEFINE_string(
-            "servers", "", "Rollout servers, as host:port,..., file:PATH or dns:///name:port, which is read at the "
-            "start. Empty: local ones are started.",
+            "servers", "", "Rollout servers, as host:port,..., file:PATH or dns:///name:port, which "
+            "scalerl-gateway lists again while it serves. Empty: local ones are started.",
         )  # fmt: skip
         flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
         flags.DEFINE_integer("port", 8000, "Port to listen on; 0: any free one.", 0, 65535)

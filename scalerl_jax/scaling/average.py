@@ -12,7 +12,8 @@ of the evaluations in the last 40 % of the compute so far, forecast from those b
 were fitted on complete runs (calibrate.py); if the points are too few for a record, only the prior is used. All laws
 except the random walk rise, so a run that has fallen (trend.py) is forecast by the walk alone.
 
-calibration.json, next to this file, was fitted on configs/bank.csv; `scalerl-calibrate` makes one from your own runs.
+calibration.json, next to this file, was fitted on 35 runs of configs/bank.csv; `scalerl-calibrate` makes one of runs
+of yours.
 """
 
 import dataclasses

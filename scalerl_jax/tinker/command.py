@@ -13,6 +13,7 @@ SIGTERM or Ctrl-C; after a kill the same command continues where it was.
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -40,9 +41,10 @@ from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_c
 from scalerl_jax.rollouts.servers.discovery import ListedServers
 from scalerl_jax.run import continuing
 from scalerl_jax.run.folder import acquire_lock, explain_write_errors
-from scalerl_jax.system import signals
+from scalerl_jax.system import files, signals
 
 FLAGS = flags.FLAGS
+_BASE = "base_model.json"  # of the workdir
 
 
 def main(config: Config, arguments: list[str]) -> None:
@@ -50,9 +52,10 @@ def main(config: Config, arguments: list[str]) -> None:
     if arguments:
         raise entry.UserError(f"{arguments[0]}: not a flag")
     # ---- 1. What is given --------------------------------------------------------------------------------------------
-    model = config.model.path = os.path.abspath(model_folder())
     with entry.user_mistakes():
         check_installed()
+        entry.check_out("--workdir", FLAGS.workdir)
+        model = config.model.path = _base_model(FLAGS.workdir)
         check_folder("--model", model)
         tokenizer, decoder = Tokenizer(model), read_config(model)
         tokenizer.check_vocabulary(decoder.vocab_size)
@@ -61,7 +64,6 @@ def main(config: Config, arguments: list[str]) -> None:
         if longest > config.learner.seq_len + 1:
             raise ValueError(f"--maximum_tokens={longest}: above config.learner.seq_len={config.learner.seq_len}")
         listed = ListedServers.of(FLAGS.servers, config.fleet)
-        entry.check_out("--workdir", FLAGS.workdir)
     os.makedirs(FLAGS.workdir, exist_ok=True)
 
     # ---- 2. Serving --------------------------------------------------------------------------------------------------
@@ -71,6 +73,7 @@ def main(config: Config, arguments: list[str]) -> None:
         stack.enter_context(entry.user_mistakes(NoServer, StartError, ValueError))
         lock = acquire_lock(os.path.join(FLAGS.workdir, "lock"), f"--workdir={FLAGS.workdir}: another server")
         stack.callback(os.close, lock)
+        files.write_whole(os.path.join(FLAGS.workdir, _BASE), json.dumps({"folder": model}) + "\n")
         listening = stack.enter_context(contextlib.closing(listening_socket(FLAGS.host, FLAGS.port)))
         share = config.fleet.gpu_share
         local = servers(config, listed, folder=FLAGS.workdir, maximum_tokens=longest, share=share)
@@ -86,6 +89,20 @@ def main(config: Config, arguments: list[str]) -> None:
 
         asyncio.run(_serve(config, listening, generators, decoder, tokenizer, longest=longest, token=token))
     signals.raise_if_interrupted()
+
+
+def _base_model(workdir: str) -> str:
+    """The folder of --model; of a run's, the one that the first start exported, however far the run has come since.
+
+    Raises ValueError where the runs in the workdir are of another model.
+    """
+    path, given = os.path.join(workdir, _BASE), os.path.abspath(FLAGS.model)
+    if not os.path.exists(path):
+        return os.path.abspath(model_folder())
+    folder = str(files.read_object(path).get("folder"))
+    if folder != given and not folder.startswith(os.path.join(given, "exported", "")):
+        raise ValueError(f"--model={FLAGS.model}: the runs in --workdir={workdir} are of {folder}")
+    return folder
 
 
 async def _serve(
@@ -125,7 +142,7 @@ async def _serve(
     )  # fmt: skip
     tinker = Tinker(
         store, training, sampling, family=decoder.family, capacity=capacity, folder=config.model.path, names=names,
-        token=token,
+        token=token, longest=longest,
     )  # fmt: skip
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(generators.run())]
     try:

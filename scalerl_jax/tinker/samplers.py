@@ -16,6 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
@@ -27,10 +28,12 @@ from scalerl_jax.contract.codec import Completion, GroupRequest, ScoreRequest, S
 from scalerl_jax.gateway.generators import MOST_TRIES, Full, Generators, GeneratorServer, Lost, NoServer
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.safetensors_folder import Tensors
+from scalerl_jax.model.tensor_layout import hf_tensors
 from scalerl_jax.rollouts.weights import payload as payload_lib
 from scalerl_jax.rollouts.weights.publisher import Incarnation
 from scalerl_jax.rollouts.weights.push import Push, PushRefused
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TURN_SECONDS = 1.0
@@ -107,6 +110,7 @@ class Samplers:
         self._scoring = asyncio.Semaphore(SCORES)
         self._read: collections.OrderedDict[Weights, payload_lib.Tensors] = collections.OrderedDict()
         self.weights_of_step: dict[int, Weights] = {}
+        self.trouble = ""  # why a server did not take the last weights that were sent
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -146,15 +150,18 @@ class Samplers:
         self, weights: Callable[[], Weights], ask: Callable[[_ServerWeights], Awaitable[T]], *, inflight: bool
     ) -> T:
         """The answer of one of the servers that hold the weights."""
-        why = "no server is there"
-        for _ in range(MOST_TRIES):
+        lost = 0
+        while True:
             async with self._on(weights, inflight=inflight) as held:
                 try:
                     return await ask(held)
-                except (Full, Lost) as error:
-                    why = str(error)
+                except Full:
+                    pass
+                except Lost as error:
+                    lost += 1
+                    if lost == MOST_TRIES:
+                        raise NoServer(str(error)) from None
             await asyncio.sleep(PAUSE_SECONDS)
-        raise NoServer(why)
 
     @contextlib.asynccontextmanager
     async def _on(self, wanted: Callable[[], Weights], *, inflight: bool) -> AsyncGenerator[_ServerWeights]:
@@ -254,10 +261,11 @@ class Samplers:
         return not held.calls or (same and not held.pinned)
 
     async def _push(self, held: _ServerWeights, weights: Weights) -> None:
-        server, began = held.server, time.monotonic()
-        assert server.status is not None
-        process, why = server.status.server_id, ""
+        server, began, why = held.server, time.monotonic(), ""
         try:
+            if server.status is None:
+                raise PushRefused("it is gone")
+            process = server.status.server_id
             if not self._incarnation.outranks(server.status.version.incarnation):
                 raise PushRefused("it is another trainer's now")
             self._incarnation.settle()
@@ -277,10 +285,13 @@ class Samplers:
                     _, granted = wait.calls.popleft()
                     if not granted.done():
                         granted.set_exception(ValueError(f"its weights cannot be read: {error}"))
+        except Exception as error:  # noqa: BLE001  it does not end the other servers' calls
+            _log.exception("weights for %s", server.address)
+            why = repr(error)
         else:
             held.process, held.weights, held.step = process, weights, version.step
             self._turn = max(TURN_SECONDS, TURN_PUSHES * (time.monotonic() - began))
-        held.since, held.coming, held.pushing = time.monotonic(), None, None
+        held.since, held.coming, held.pushing, self.trouble = time.monotonic(), None, None, why
         if why:
             held.weights = None
             server.lose(f"it did not take the weights: {why}")
@@ -288,9 +299,11 @@ class Samplers:
 
     def _tensors(self, weights: Weights) -> payload_lib.Tensors:
         """The tensors as they are sent. Runs on a thread."""
-        if weights not in self._read:
+        found = self._read.get(weights)
+        if found is None:
             stored = Tensors(weights.folder, self._decoder)
-            self._read[weights] = {name: stored[name].astype(self._dtype, copy=False) for name in stored}
+            found = {name: stored[name].astype(self._dtype, copy=False) for name in hf_tensors(self._decoder)}
+            self._read[weights] = found
             while len(self._read) > READ:
                 self._read.popitem(last=False)
-        return self._read[weights]
+        return found

@@ -71,7 +71,8 @@ class SamplingCalls:
             message = error.message if isinstance(error, ApiError) else str(error)
             self._store.refuse(future, message, category="user")
         except (NoServer, TimeoutError) as error:
-            message = str(error) or f"not sampled within {self._seconds:.0f} s"
+            why = f": {self._samplers.trouble}" if self._samplers.trouble else ""
+            message = str(error) or f"not sampled within {self._seconds:.0f} s{why}"
             self._store.refuse(future, message, category="server")
         except (OSError, sqlite3.Error):
             raise

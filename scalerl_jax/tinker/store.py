@@ -153,7 +153,8 @@ class Store:
     def answer(
         self, future: Future, answer: bytes, *, proto: bool = False, failed: bool = False, versions: str = ""
     ) -> None:
-        self.set("futures", future.id, answer=answer, proto=proto, failed=failed, versions=versions)
+        done = {"body": b""} if future.kind == "asample" else {}  # a run's calls may have to be repeated
+        self.set("futures", future.id, answer=answer, proto=proto, failed=failed, versions=versions, **done)
 
     def refuse(self, future: Future, message: str, *, category: str) -> None:
         """Answers with an error. category: "user" | "server", whose it is."""
@@ -188,7 +189,8 @@ class Store:
 
     def forget_bodies(self, owner: str, through: int) -> None:
         """Drops the bodies of a model's calls up to `through`, which a checkpoint contains."""
-        self._db.execute("UPDATE futures SET body = x'' WHERE owner = ? AND seq BETWEEN 1 AND ?", (owner, through))
+        where = "owner = ? AND seq BETWEEN 1 AND ? AND length(body) > 0"
+        self._db.execute(f"UPDATE futures SET body = x'' WHERE {where}", (owner, through))
 
     def _futures(self, where: str, *values: Any) -> list[Future]:
         return [_future(row) for row in self._db.execute(f"SELECT * FROM futures WHERE {where}", values)]

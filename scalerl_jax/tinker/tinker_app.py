@@ -11,6 +11,7 @@ is answered with {"error", "category"}, whose text the client raises.
 
 import asyncio
 import datetime
+import functools
 import json
 import re
 import shutil
@@ -32,7 +33,6 @@ from scalerl_jax.tinker.tinker_wire import RefusedCall
 from scalerl_jax.tinker.training import TRAINED, Training
 
 POLL_SECONDS = 30.0  # that retrieve_future waits, at most; the client gives up after 45
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _PROTOBUF = "application/x-protobuf"
 _ADAM = "adamw"
 _API = "/api/v1"
@@ -47,14 +47,15 @@ class Tinker:
 
     def __init__(
         self, store: Store, training: Training, sampling: SamplingCalls, *, family: str, capacity: Callable[[], int],
-        folder: str, names: tuple[str, ...], token: str,
+        folder: str, names: tuple[str, ...], token: str, longest: int,
     ):  # fmt: skip
-        """family, folder: of the base model. names: by which clients may call it, the first is its own; "*": any.
-        token: of the key; "": any. capacity: tokens of prompt and completion."""
+        """family, folder: of the base model. longest: tokens of a datum. names: by which clients may call it, the first
+        is its own; "*": any. token: of the key; "": any. capacity: tokens of prompt and completion."""
         self._store, self._training, self._sampling = store, training, sampling
         self._family, self._folder, self._names, self._capacity = family, folder, names, capacity
-        self._token = token
+        self._token, self._most_bytes = token, tinker_wire.most_bytes(longest)
         self._answered: dict[str, asyncio.Event] = {}  # of the calls that a client waits for
+        self._asked: dict[str, float] = {}  # run -> when its last call came
 
     def begin(self) -> None:
         """Resumes the calls that are not answered."""
@@ -63,7 +64,9 @@ class Tinker:
         self._training.wake()
 
     def app(self) -> Starlette:
+        of_a_run = ("optim_step", "save_weights", "save_weights_external")
         routes = (
+            *(("POST", f"/{kind}", _of_call(functools.partial(self._training_call, kind))) for kind in of_a_run),
             ("GET", "/healthz", _of_path(lambda: {"status": "ok"})),
             ("POST", "/client/config", _of_path(dict)),
             ("POST", "/create_session", _of_body(self._create_session)),
@@ -87,8 +90,6 @@ class Tinker:
             ("POST", "/create_model", _of_call(self._create_model)),
             ("POST", "/load_weights", _of_call(self._load_weights)),
             ("POST", "/forward_backward", self._forward_backward),
-            ("POST", "/optim_step", _of_call(self._optim_step)),
-            ("POST", "/save_weights", _of_call(self._save_weights)),
             ("POST", "/save_weights_for_sampler", _of_call(self._save_for_sampler)),
             ("POST", "/asample", _of_call(self._sample)),
             ("POST", "/retrieve_future", self._retrieve),
@@ -211,23 +212,31 @@ class Tinker:
             "is_lora": row["rank"] > 0,
             "lora_rank": row["rank"] or None,
             "corrupted": False,
-            "last_request_time": _date(row["created"]),
+            "last_request_time": _date(self._asked.get(row["id"], row["created"])),
+            "last_checkpoint": self._newest_checkpoint(row["id"], "training"),
+            "last_sampler_checkpoint": self._newest_checkpoint(row["id"], "sampler"),
+            "user_metadata": json.loads(row["body"]).get("user_metadata"),
         }
+
+    def _newest_checkpoint(self, model: str, kind: str) -> Answer | None:
+        found = self._store.rows("checkpoints", model=model, kind=kind)
+        return self._checkpoint_fields(max(found, key=lambda row: row["created"])) if found else None
 
     def _checkpoints(self, name: str | None = None) -> list[Answer]:
         """Those of one run, or all."""
-        return [
-            {
-                "checkpoint_id": row["id"].split("/", 3)[3],
-                "checkpoint_type": row["kind"],
-                "time": _date(row["created"]),
-                "tinker_path": row["id"],
-                "size_bytes": row["bytes"],
-                "user_metadata": json.loads(row["body"])["user_metadata"],
-                "expires_at": _date(row["expires"]) if row["expires"] else None,
-            }
-            for row in self._store.rows("checkpoints", **({} if name is None else {"model": name}))
-        ]
+        found = self._store.rows("checkpoints", **({} if name is None else {"model": name}))
+        return [self._checkpoint_fields(row) for row in found]
+
+    def _checkpoint_fields(self, row: Mapping[str, Any]) -> Answer:
+        return {
+            "checkpoint_id": row["id"].split("/", 3)[3],
+            "checkpoint_type": row["kind"],
+            "time": _date(row["created"]),
+            "tinker_path": row["id"],
+            "size_bytes": row["bytes"],
+            "user_metadata": json.loads(row["body"])["user_metadata"],
+            "expires_at": _date(row["expires"]) if row["expires"] else None,
+        }
 
     async def _delete_checkpoint(self, request: Request) -> Response:
         self._forget(self._named_checkpoint(request))
@@ -235,7 +244,8 @@ class Tinker:
 
     async def _set_expiry(self, request: Request) -> Response:
         """ttl_seconds from now; null: never."""
-        checkpoint, seconds = self._named_checkpoint(request), _seconds_to_live(object_of(await read_body(request)))
+        body = object_of(await read_body(request))
+        checkpoint, seconds = self._named_checkpoint(request), tinker_wire.seconds_to_live(body)
         self._store.set("checkpoints", checkpoint["id"], expires=time.time() + seconds if seconds else None)
         return Response(status_code=204)
 
@@ -271,18 +281,15 @@ class Tinker:
         lora = field(body, "lora_config", dict, {})
         for name in TRAINED:
             field(lora, name, bool)
-        kind = field(field(body, "optimizer_config", dict, {}), "type", str, _ADAM)
-        if kind != _ADAM:
-            raise RefusedCall(f"optimizer_config: {kind} is not offered; there is {_ADAM}")
+        _check_optimizer(body)
         rank = number(lora, "rank", 0, 0, 2**16, whole=True)
         return self._new_run("create_model", data, body, rank=rank, seed=number(lora, "seed", 0, 0, 2**62, whole=True))
 
     def _load_weights(self, body: Body, data: bytes) -> Answer:
-        path = field(body, "path", str)
-        if path is None or field(body, "optimizer", bool) is None:
-            raise bad("path and optimizer: both are needed")
         if field(body, "model_id", str) is not None:
-            return self._training_call("load_weights", data, body)
+            return self._training_call("load_weights", body, data)
+        path = tinker_wire.path_to_load(body)
+        _check_optimizer(body)
         saved = self._store.row("checkpoints", path)
         if saved is None:
             raise ApiError(404, f"path: {path} is no checkpoint")
@@ -303,51 +310,26 @@ class Tinker:
         return {"request_id": future.id, "model_id": name}
 
     async def _forward_backward(self, request: Request) -> Response:
-        data = await read_body(request)
+        data = await read_body(request, most=self._most_bytes)
         if request.headers.get("content-type", "").split(";")[0] != _PROTOBUF:
             raise bad(f"content-type: must be {_PROTOBUF}")
         asked = tinker_wire.parse(data)
         body = {"model_id": asked.model_id, "seq_id": asked.seq_id}
-        return JSONResponse(self._training_call("forward_backward", data, body))
-
-    def _optim_step(self, body: Body, data: bytes) -> Answer:
-        given = field(body, "adam_params", dict)
-        for name, low, high in (
-            ("learning_rate", 0, 1e3), ("beta1", 0, 1), ("beta2", 0, 1), ("eps", 0, 1e3), ("weight_decay", 0, 1e3),
-            ("grad_clip_norm", 0, 1e12),
-        ):  # fmt: skip
-            if given is not None and number(given, name, None, low, high) is None:
-                raise bad(f"adam_params.{name}: is missing")
-        return self._training_call("optim_step", data, body)
-
-    def _save_weights(self, body: Body, data: bytes) -> Answer:
-        self._check_name(body)
-        field(body, "overwrite", bool)
-        return self._training_call("save_weights", data, body)
+        return JSONResponse(self._training_call("forward_backward", body, data))
 
     def _save_for_sampler(self, body: Body, data: bytes) -> Answer:
-        if field(body, "path", str) is not None:
-            self._check_name(body)
-        elif number(body, "sampling_session_seq_id", None, 0, 2**62, whole=True) is None:
-            raise bad("path or sampling_session_seq_id: one of them is needed")
-        if field(body, "kind", str, "snapshot") not in ("snapshot", "inflight"):
-            raise bad("kind: must be snapshot or inflight")
         # The client's own retry of this call has another number of the sampling session; that of the first stays.
         same = {name: value for name, value in body.items() if name != "sampling_session_seq_id"}
-        return self._training_call("save_weights_for_sampler", data, body, json.dumps(same).encode())
+        return self._training_call("save_weights_for_sampler", body, data, json.dumps(same).encode())
 
-    def _check_name(self, body: Body) -> None:
-        name = field(body, "path", str, "")
-        if not _NAME.fullmatch(name):
-            raise bad("path: must be a name of letters, digits, '.', '_' and '-'")
-        _seconds_to_live(body)
-
-    def _training_call(self, kind: str, data: bytes, body: Body, same: bytes | None = None) -> Answer:
+    def _training_call(self, kind: str, body: Body, data: bytes, same: bytes | None = None) -> Answer:
+        """A call of a run. What cannot be done is refused in its turn: the calls after it wait for its number."""
         model = self._row("models", field(body, "model_id", str))["id"]
         seq = number(body, "seq_id", None, 0, 2**62, whole=True)
         if not seq:  # the calls of a run are numbered from 1
             raise bad("seq_id: the number of the call is missing")
         future, _ = self._store.accept(model, seq, kind, data, same=same)
+        self._asked[model] = time.time()
         self._training.wake()
         return {"request_id": future.id, "model_id": model}
 
@@ -425,8 +407,10 @@ def _of_call(serve: Callable[[Body, bytes], Answer]) -> Serve:
     return answer
 
 
-def _seconds_to_live(body: Body) -> float | None:
-    return number(body, "ttl_seconds", None, 1, 10**10)
+def _check_optimizer(body: Body) -> None:
+    kind = field(field(body, "optimizer_config", dict, {}), "type", str, _ADAM)
+    if kind != _ADAM:
+        raise RefusedCall(f"optimizer_config: {kind} is not offered; there is {_ADAM}")
 
 
 def _sequence_number(body: Body, name: str, missing: str) -> int:

@@ -20,6 +20,7 @@ Unsupported requests raise RefusedCall, whose text the client shows.
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,8 +29,9 @@ import ml_dtypes
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from scalerl_jax.config import ObjectiveConfig
+from scalerl_jax.config import ObjectiveConfig, OptimizerConfig
 from scalerl_jax.contract.codec import Completion, Scores, TeacherScores
+from scalerl_jax.gateway.wire import MOST_BODY_BYTES, bad, field, number
 from scalerl_jax.learner.packing import Segment
 from scalerl_jax.objective.losses import SOFT_TARGETS, THRESHOLDS, policy_loss
 from scalerl_jax.tinker import tinker_pb2 as pb
@@ -53,6 +55,13 @@ _NO_BOUND = 1e9  # beyond any ratio that the losses let through
 _NOT_OFFERED = ("stable_reinforce", "custom")
 _EMPTY = -99999.0  # the log-prob where there is no token
 _MOST_TARGETS = 1024  # of a token
+_TARGET_BYTES = 12  # its id and its weight
+_MOST_STORED = 2**29  # bytes of a call; SQLite stores up to a billion
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_ADAM = (  # the field, its name here, its bounds
+    ("learning_rate", "", 0, 1e3), ("beta1", "beta1", 0, 1), ("beta2", "beta2", 0, 1), ("eps", "epsilon", 0, 1e3),
+    ("weight_decay", "weight_decay", 0, 1e3), ("grad_clip_norm", "max_grad_norm", 0, 1e12),
+)  # fmt: skip
 
 
 class RefusedCall(ValueError):
@@ -71,6 +80,52 @@ class Pass:
     @property
     def soft(self) -> bool:
         return self.objective.distill == SOFT_TARGETS
+
+
+def seconds_to_live(body: Mapping[str, Any]) -> float | None:
+    """Raises ApiError."""
+    return number(body, "ttl_seconds", None, 1, 10**10)
+
+
+def name_of_save(body: Mapping[str, Any]) -> str | None:
+    """The name under which a call saves; None: a snapshot, of a sampling session. Raises ApiError."""
+    name = field(body, "path", str)
+    if name is not None and not _NAME.fullmatch(name):
+        raise bad("path: must be a name of letters, digits, '.', '_' and '-'")
+    if name is None and number(body, "sampling_session_seq_id", None, 0, 2**62, whole=True) is None:
+        raise bad("path or sampling_session_seq_id: one of them is needed")
+    if field(body, "kind", str, "snapshot") not in ("snapshot", "inflight"):
+        raise bad("kind: must be snapshot or inflight")
+    field(body, "overwrite", bool)
+    seconds_to_live(body)
+    return name
+
+
+def path_to_load(body: Mapping[str, Any]) -> str:
+    """Raises ApiError."""
+    path: str | None = field(body, "path", str)
+    if path is None or field(body, "optimizer", bool) is None:
+        raise bad("path and optimizer: both are needed")
+    return path
+
+
+def optimizer_of(body: Mapping[str, Any]) -> tuple[OptimizerConfig, float]:
+    """The optimizer of a step, and its learning rate. Raises ApiError, RefusedCall."""
+    given = field(body, "adam_params", dict)
+    if given is None:
+        raise RefusedCall("optim_step: only adam_params are offered")
+    values = {}
+    for name, ours, low, high in _ADAM:
+        values[ours] = number(given, name, None, low, high)
+        if values[ours] is None:
+            raise bad(f"adam_params.{name}: is missing")
+    rate = values.pop("")
+    return OptimizerConfig(**values), rate
+
+
+def most_bytes(longest: int) -> int:
+    """Of one call of forward_backward: a client divides calls, but no datum. longest: tokens of a datum."""
+    return min(MOST_BODY_BYTES + longest * _MOST_TARGETS * _TARGET_BYTES, _MOST_STORED)
 
 
 def parse(body: bytes) -> pb.ForwardBackwardRequest:

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from scalerl_jax.config import Config, LoraConfig, OptimizerConfig
+from scalerl_jax.config import Config, LoraConfig
+from scalerl_jax.gateway.wire import ApiError
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
 from scalerl_jax.learner.make_trainer import make_trainer
 from scalerl_jax.learner.trainer import Pending, Trainer
@@ -39,7 +40,7 @@ _log = logging.getLogger(__name__)
 SAVE_SECONDS = 60.0
 IDLE_SECONDS = 3.0
 ALPHA = 32.0  # of every adapter, as the protocol has it
-KEPT = 8  # snapshots of a run that have no name
+KEPT = 8  # saves of a run, for samplers, that have no name any longer or had none
 TRAINED = "train_attn", "train_mlp", "train_unembed"  # fields of lora_config; null is true
 _ATTENTION, _MLP = "q_proj,k_proj,v_proj,o_proj", "gate_proj,up_proj,down_proj"
 
@@ -138,8 +139,8 @@ class Training:
         try:
             run = self._taken_up(future.owner)
             answer, proto = self._compute(run, future)
-        except (ValueError, FloatingPointError) as error:  # the client's
-            if not isinstance(error, RefusedCall):
+        except (ApiError, ValueError, FloatingPointError) as error:  # the client's
+            if not isinstance(error, (ApiError, RefusedCall)):
                 _log.warning("%s call %d, %s: %s", future.owner, future.seq, future.kind, error)
             self._store.refuse(future, str(error), category="user")
         except (OSError, sqlite3.Error):
@@ -164,9 +165,11 @@ class Training:
             return self._save_weights(run, future), False
         if future.kind == "save_weights_for_sampler":
             return self._save_for_sampler(run, future), False
-        path = {"path": future.fields["path"]} if future.kind == "load_weights" else {}
-        if path and future.seq:  # into an existing run
-            self._load(run, future.fields)
+        if future.kind not in ("create_model", "load_weights"):
+            raise RefusedCall(f"{future.kind} is not offered")
+        path = {"path": tinker_wire.path_to_load(future.fields)} if future.kind == "load_weights" else {}
+        if path and future.seq > run.saved:  # into an existing run; or a kill came before the answer
+            self._load(run, future.fields, future.seq)
         return {**path, "model_id": future.owner, "type": future.kind}, False
 
     # ---- loading a run
@@ -187,7 +190,7 @@ class Training:
         saved = int(found.manifest["call"]) if found is not None else 0
         run = _TrainingRun(model, trainer, checkpoints, saved, time.monotonic())
         if found is None and "path" in body:
-            self._load(run, body)
+            self._load(run, body, 0)
         for future in self._store.answered_after(model, saved):
             self._again(run, future)
         self._run, self.holder = run, model
@@ -197,17 +200,17 @@ class Training:
     def _again(self, run: _TrainingRun, future: Future) -> None:
         """Repeats the state change of an answered call."""
         if future.kind == "optim_step":
-            pending, run.pending = run.pending, None
             if not future.failed:
-                run.pending = pending
                 self._step(run, future)
+            elif run.pending is not None and _is_step(future):  # its gradient was not finite
+                run.pending = None
         elif future.failed:
             return
         elif future.kind == "forward_backward":
             if not tinker_wire.parse(future.body).forward_only:
                 self._forward_backward(run, future.body)
         elif future.kind == "load_weights" and future.seq:
-            self._load(run, future.fields)
+            self._load(run, future.fields, future.seq)
 
     def _trainer(self, rank: int, targets: str, seed: int) -> Trainer:
         key = (rank, targets, seed if rank else 0)
@@ -221,8 +224,11 @@ class Training:
     def _begin(self, trainer: Trainer) -> Callable[[Any], Any]:
         return lambda dtype: load_hf(self._config.model.path, trainer.mesh, dtype)[1]
 
-    def _load(self, run: _TrainingRun, body: Mapping[str, Any]) -> None:
-        """Loads the state saved under a path. Raises ValueError if there is none, or it is of another kind."""
+    def _load(self, run: _TrainingRun, body: Mapping[str, Any], call: int) -> None:
+        """Loads the state saved under a path, by this call, and saves it: what is under the path may change.
+
+        Raises ValueError if there is none, or it is of another kind.
+        """
         row = self._store.row("checkpoints", body["path"])
         if row is None or row["kind"] != "training" or newest_step(row["folder"]) is None:
             raise RefusedCall(f"path: {body['path']} is no checkpoint of a training run")
@@ -233,6 +239,8 @@ class Training:
         run.pending = None
         if not body["optimizer"]:
             run.trainer.start(found.state["params"], run.trainer.frozen or None)
+        self._save(run, call, at_once=True)
+        run.checkpoints.wait()
 
     def _leave(self) -> None:
         """Saves the run that has the mesh if possible, and frees the mesh."""
@@ -274,26 +282,22 @@ class Training:
         return tinker_wire.output_of(asked, logprobs, {"loss:sum": loss, "loss_tokens:sum": counted})
 
     def _step(self, run: _TrainingRun, future: Future) -> dict[str, float]:
-        given = future.fields.get("adam_params")
-        if given is None:
-            raise RefusedCall("optim_step: only adam_params are offered")
+        optimizer, rate = tinker_wire.optimizer_of(future.fields)
         if run.pending is None:
             raise RefusedCall("optim_step: there is no gradient: forward_backward comes first")
-        optimizer = OptimizerConfig(
-            beta1=given["beta1"], beta2=given["beta2"], epsilon=given["eps"], weight_decay=given["weight_decay"],
-            max_grad_norm=given["grad_clip_norm"],
-        )  # fmt: skip
         pending, run.pending = run.pending, None
         try:
-            sums = run.trainer.optim_step(pending, optimizer=optimizer, learning_rate=given["learning_rate"])
+            sums = run.trainer.optim_step(pending, optimizer=optimizer, learning_rate=rate)
         except FloatingPointError:
             self._free()
             raise
         return {"grad_norm:mean": sums["gradient_norm"], "micro_batches:sum": float(sums["micro_batches"])}
 
     def _save_weights(self, run: _TrainingRun, future: Future) -> dict[str, Any]:
-        body, path = future.fields, f"tinker://{run.id}/weights/{future.fields['path']}"
-        folder = self._place(run.id, "weights", body["path"])
+        body, name = future.fields, tinker_wire.name_of_save(future.fields)
+        if name is None:
+            raise RefusedCall("path: is missing")
+        path, folder = f"tinker://{run.id}/weights/{name}", self._place(run.id, "weights", name)
         there = self._store.row("checkpoints", path)
         if there is not None and json.loads(there["body"]).get("call") != future.seq:
             if not body.get("overwrite"):
@@ -307,8 +311,9 @@ class Training:
 
     def _save_for_sampler(self, run: _TrainingRun, future: Future) -> dict[str, Any]:
         body = future.fields
-        name, inflight = body.get("path"), body.get("kind") == "inflight"
-        folder = self._place(run.id, "sampler_weights", name) if name else self._place(run.id, "snapshots", future.seq)
+        name, inflight = tinker_wire.name_of_save(body), body.get("kind") == "inflight"
+        # No two saves have one folder, whatever their names: samplers know weights by it.
+        folder = self._place(run.id, "snapshots", f"{future.seq}-{name}" if name else future.seq)
         row = self._store.row("models", run.id)
         assert row is not None
         sampler, followed = f"{row['session']}:sample:{body.get('sampling_session_seq_id')}", "" if inflight else folder
@@ -323,6 +328,7 @@ class Training:
         if name:
             path = f"tinker://{run.id}/sampler_weights/{name}"
             self._keep(run, path, "sampler", folder, future)
+            self._drop_snapshots(run.id)
             return {**answer, "path": path}
         with self._store.writing():
             self._store.put("samplers", id=sampler, session=row["session"], model=run.id, folder=followed)
@@ -343,14 +349,25 @@ class Training:
     def _drop_snapshots(self, model: str) -> None:
         """Deletes the oldest ones that nothing waits for."""
         folder = self._place(model, "snapshots")
-        there = sorted((int(name) for name in os.listdir(folder) if name.isdigit()), reverse=True)
+        there = [name for name in os.listdir(folder) if name.partition("-")[0].isdecimal()]
+        there.sort(key=lambda name: int(name.partition("-")[0]), reverse=True)
         row = self._store.row("models", model)
         asked = {one.owner for one in self._store.unanswered("asample")}
         used = {one["folder"] for one in self._store.rows("samplers", model=model) if one["id"] in asked}
-        for number in there[KEPT:]:
-            path = os.path.join(folder, str(number))
+        named = {one["folder"] for one in self._store.rows("checkpoints", model=model)}
+        unnamed = [path for name in there if (path := os.path.join(folder, name)) not in named]
+        for path in unnamed[KEPT:]:
             if row is not None and path != row["inflight"] and path not in used:
                 shutil.rmtree(path)
 
     def _place(self, model: str, *parts: Any) -> str:
         return os.path.join(self._folder, "models", model.replace(":", "-"), *map(str, parts))
+
+
+def _is_step(future: Future) -> bool:
+    """Whether an optimizer step could be made by its fields."""
+    try:
+        tinker_wire.optimizer_of(future.fields)
+    except (ApiError, RefusedCall):
+        return False
+    return True

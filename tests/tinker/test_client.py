@@ -296,6 +296,11 @@ def test_targets_are_scored_by_the_sampling_client(service: Any) -> None:
             lambda client: client.forward_backward([supervised([1, VOCABULARY])], "cross_entropy"),
             "token ids are from 0",
         ),
+        (lambda client: client.save_state("step 10"), "path: must be a name of letters"),
+        (lambda client: client.save_weights_for_sampler("a/b"), "path: must be a name of letters"),
+        (lambda client: client.save_state("a", ttl_seconds=0), "ttl_seconds"),
+        (lambda client: client.optim_step(types.AdamParams(grad_clip_norm=-1.0)), "grad_clip_norm"),
+        (lambda client: client.save_weights_external("out"), "save_weights_external is not offered"),
     ],
 )
 def test_what_is_refused_is_raised_by_name_and_the_run_goes_on(service: Any, ask: Any, told: str) -> None:
@@ -304,6 +309,54 @@ def test_what_is_refused_is_raised_by_name_and_the_run_goes_on(service: Any, ask
     with pytest.raises(tinker.RequestFailedError, match=told):
         ask(client).result()
     assert logprobs(client) == before
+
+
+def step(client: Any) -> None:
+    client.forward_backward([supervised(tokens) for tokens in DATA], "cross_entropy")
+    client.optim_step(ADAM).result()
+
+
+def test_a_name_may_be_saved_again_for_samplers(service: Any, place: pathlib.Path) -> None:
+    def sampled(path: str) -> list[float]:
+        sampler = service.create_sampling_client(model_path=path).result()
+        return list(sampler.compute_logprobs(types.ModelInput.from_ints(DATA[0])).result()[1:])
+
+    client = trained(service)
+    for _ in range(3):
+        path = client.save_weights_for_sampler("latest").result().path
+        np.testing.assert_allclose(sampled(path), logprobs(client)[: len(DATA[0]) - 1], atol=1e-3)
+        step(client)
+    for _ in range(9):  # the oldest snapshots are deleted, and not what has a name
+        client.save_weights_and_get_sampling_client()
+    sampled(path)
+    (run,) = (place / "work" / "models").glob(client.model_id.replace(":", "-"))
+    assert [one.name for one in (run / "snapshots").glob("*-latest")] == ["9-latest"]
+
+
+@pytest.mark.parametrize("change", ["overwritten", "deleted"])
+def test_a_run_keeps_what_it_began_with(service: Any, change: str) -> None:
+    """The other run takes the mesh meanwhile, so this one is restored."""
+    other = trained(service)
+    step(other)
+    path, saved = other.save_state(change).result().path, logprobs(other)
+    client = service.create_training_client_from_state(path).result()
+    if change == "deleted":
+        service.create_rest_client().delete_checkpoint(other.model_id, f"weights/{change}").result()
+    step(other)
+    if change == "overwritten":
+        other.save_state(change, overwrite=True).result()
+    assert logprobs(client) == saved
+
+
+def test_a_refused_step_leaves_the_gradient_after_a_change_of_the_run_too(service: Any) -> None:
+    other, client = trained(service), trained(service)
+    client.forward_backward([supervised(tokens) for tokens in DATA], "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match="only adam_params"):
+        client.optim_step(types.DimuonParams(learning_rate=1e-3)).result()
+    client.optim_step(ADAM).result()
+    client.forward_backward([supervised(tokens) for tokens in DATA], "cross_entropy").result()
+    logprobs(other)  # takes the mesh: with a gradient this run is not saved, and its calls are repeated
+    assert client.optim_step(ADAM).result().metrics["grad_norm:mean"] > 0
 
 
 def test_what_no_client_sends_ends_nothing(url: str, service: Any, place: pathlib.Path) -> None:
@@ -315,8 +368,6 @@ def test_what_no_client_sends_ends_nothing(url: str, service: Any, place: pathli
         def post(route: str, **body: Any) -> httpx.Response:
             return http.post(route, json=body)
 
-        # A step without numbers, where there is a gradient.
-        assert post("/optim_step", model_id=client.model_id, seq_id=2, adam_params={}).status_code == 400
         session = post("/create_session").json()["session_id"]
         made = {"session_id": session, "base_model": "model"}
         odd = {"rank": 2, "train_mlp": False, "train_attn": "x"}
@@ -327,6 +378,8 @@ def test_what_no_client_sends_ends_nothing(url: str, service: Any, place: pathli
         null = {"rank": 2, "seed": 2**62, "train_attn": None}
         adapter = answer_to(http, post("/create_model", **made, model_seq_id=0, lora_config=null)).json()
         assert adapter["model_id"] == f"{session}:train:0"
+        refused = answer_to(http, post("/optim_step", model_id=adapter["model_id"], seq_id=1, adam_params={}))
+        assert refused.json()["error"] == "adam_params.learning_rate: is missing"
         # Targets that would need terabytes.
         sampler = post("/create_sampling_session", **made, sampling_session_seq_id=0).json()["sampling_session_id"]
         prompt, targets = {"chunks": [{"tokens": [5]}]}, {"shape": [0, 10**12], "data": []}
@@ -374,10 +427,18 @@ def test_a_call_that_comes_again_is_the_same_call(url: str) -> None:
         assert post("/save_weights_for_sampler", model_id=model, seq_id=3, path="other").status_code == 409
         assert post("/retrieve_future", request_id="nothing:7").status_code == 410
         assert post("/optim_step", model_id="nothing", seq_id=1, adam_params=adam).status_code == 404
-        assert post("/save_weights", **(body | {"path": "../up", "seq_id": 4})).status_code == 400
-        assert post("/save_weights", **(body | {"overwrite": "false", "seq_id": 4})).status_code == 400
-        odd = {"model_id": model, "seq_id": 4, "sampling_session_seq_id": 9, "kind": "mutable"}
-        assert post("/save_weights_for_sampler", **odd).status_code == 400
+        odd = {"model_id": model, "sampling_session_seq_id": 9, "kind": "mutable"}
+        for seq, (route, asked) in enumerate(
+            (
+                ("/save_weights", body | {"path": "../up"}),
+                ("/save_weights", body | {"overwrite": "false"}),
+                ("/save_weights", odd),
+                ("/save_weights_for_sampler", odd),
+            ),
+            4,
+        ):
+            refused = answer_to(http, post(route, **asked | {"seq_id": seq}))
+            assert refused.json()["category"] == "user", refused.json()
         assert post("/create_model", session_id=session, model_seq_id=1, base_model="other").status_code == 400
         assert [
             one["tinker_path"] for one in http.get(f"/training_runs/{model}/checkpoints").json()["checkpoints"]

@@ -3,18 +3,21 @@
 import asyncio
 import dataclasses
 import math
+import pathlib
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract import security
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Sampling
 from scalerl_jax.gateway.generators import Generators
+from scalerl_jax.model.tensor_layout import hf_tensors
 from scalerl_jax.tinker import samplers as samplers_lib
 from scalerl_jax.tinker.samplers import Samplers, Weights
-from tests.support.models import toy_decoder
+from tests.support.models import random_tensors, toy_decoder, write_folder
 
 HELD, OTHER = Weights("/held", "run"), Weights("/other", "run")
 
@@ -90,5 +93,37 @@ def test_a_call_that_is_given_up_as_it_is_granted_leaves_its_server_free() -> No
         assert (await tasks[8])[0].number == 8  # type: ignore[attr-defined]
         await asyncio.gather(*tasks, return_exceptions=True)
         assert samplers._held[0].pinned == 0 and not samplers._waiting
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("what", ["dense", "qwen3_moe", "llama4_text", "a tied head", "buffers"])
+def test_what_is_sent_is_what_a_server_takes(tmp_path: pathlib.Path, what: str) -> None:
+    """The layout's tensors, whatever else the folder stores."""
+    sizes = {"family": what} if "_" in what else {"tied_embeddings": what != "dense"}
+    decoder = toy_decoder(**sizes)
+    file = write_folder(tmp_path, decoder, random_tensors(decoder, 0)) / "model.safetensors"
+    stored = load_file(file)
+    if what == "a tied head":
+        save_file({**stored, "lm_head.weight": stored["model.embed_tokens.weight"]}, file)
+    if what == "buffers":
+        save_file({**stored, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}, file)
+    samplers = holding(slots=1)
+    samplers._decoder = decoder
+    assert set(samplers._tensors(Weights(str(tmp_path)))) == set(hf_tensors(decoder))
+
+
+def test_a_server_is_sent_weights_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tensors(weights: Weights) -> Any:
+        raise MemoryError("too large")
+
+    async def ask() -> None:
+        samplers = holding(slots=1)
+        (held,) = samplers._held
+        monkeypatch.setattr(samplers, "_tensors", tensors)
+        held.coming = OTHER
+        await samplers._push(held, OTHER)
+        assert held.coming is None and held.pushing is None and held.server.status is None
+        assert "too large" in samplers.trouble
 
     asyncio.run(ask())

@@ -12,7 +12,7 @@ import pytest
 
 from scalerl_jax.config import Config
 from scalerl_jax.learner.packing import Segment
-from scalerl_jax.tinker import tinker_app, tinker_wire
+from scalerl_jax.tinker import command, tinker_app, tinker_wire
 from scalerl_jax.tinker import tinker_pb2 as pb
 from scalerl_jax.tinker.store import Store
 from scalerl_jax.tinker.tinker_wire import RefusedCall
@@ -355,7 +355,7 @@ def test_a_client_hears_which_run_it_waits_for(tmp_path, monkeypatch):
     future, _ = store.accept("second", 0, "create_model", b"{}")
     training = types.SimpleNamespace(holder="first")
     tinker = tinker_app.Tinker(
-        store, training, None, family="", capacity=lambda: 8, folder="", names=("model",), token=""
+        store, training, None, family="", capacity=lambda: 8, folder="", names=("model",), token="", longest=8
     )
 
     async def talk() -> None:
@@ -381,17 +381,23 @@ def test_listings_are_in_pages(tmp_path):
     for number in range(5):
         session = store.new_session({})
         runs.append(f"{session}:train:0")
-        store.put("models", id=runs[-1], session=session, created=float(number), rank=0, seed=0, body="{}")
+        body = json.dumps({"user_metadata": {"number": str(number)}})
+        store.put("models", id=runs[-1], session=session, created=float(number), rank=0, seed=0, body=body)
         saved.append(f"tinker://{runs[-1]}/weights/w")
         store.put(
             "checkpoints", id=saved[-1], model=runs[-1], kind="training", folder="", created=0.0, bytes=1,
             body=json.dumps({"user_metadata": None}),
         )  # fmt: skip
-    tinker = tinker_app.Tinker(store, None, None, family="", capacity=lambda: 8, folder="", names=("m",), token="")
+    tinker = tinker_app.Tinker(
+        store, None, None, family="", capacity=lambda: 8, folder="", names=("m",), token="", longest=8
+    )
 
     async def talk() -> None:
         transport, key = httpx.ASGITransport(tinker.app()), {"x-api-key": "tml-x"}
         async with httpx.AsyncClient(transport=transport, base_url="http://here/api/v1", headers=key) as http:
+            run = (await http.get(f"training_runs/{runs[3]}")).json()
+            assert run["user_metadata"] == {"number": "3"} and run["last_sampler_checkpoint"] is None
+            assert run["last_checkpoint"]["tinker_path"] == saved[3]
             for path, what, name, wanted in (
                 ("sessions", "sessions", None, [run.split(":")[0] for run in runs]),
                 ("training_runs", "training_runs", "training_run_id", runs),
@@ -413,3 +419,30 @@ def test_listings_are_in_pages(tmp_path):
                     assert refused.json()["detail"] == f"{next(iter(query))}: must be a whole number of at least 0"
 
     asyncio.run(talk())
+
+
+def test_what_is_not_asked_again_is_not_kept(tmp_path):
+    """Prompts of answered samples, and bodies of calls that a checkpoint contains; the answers are."""
+    store = Store(str(tmp_path))
+    sample, _ = store.accept("s", 0, "asample", b"prompt")
+    calls = [store.accept("m", seq, "optim_step", b"step")[0] for seq in range(1, 4)]
+    for future in (sample, *calls):
+        store.answer(future, b"answer")
+    store.forget_bodies("m", 2)
+    kept = [store.future(future.id) for future in (sample, *calls)]
+    assert [future.body for future in kept] == [b"", b"", b"", b"step"]
+    assert {future.answer for future in kept} == {b"answer"}
+    assert store.accept("s", 0, "asample", b"prompt")[1] is False
+
+
+def test_the_base_model_of_a_workdir_stays(tmp_path, monkeypatch):
+    """A run that goes on writes newer checkpoints; the runs in the workdir are of the one that they began with."""
+    run, given = tmp_path / "run", tmp_path / "base_model.json"
+    monkeypatch.setattr(command, "FLAGS", types.SimpleNamespace(model=str(run)))
+    monkeypatch.setattr(command, "model_folder", lambda: str(run / "exported" / "7"))
+    assert command._base_model(str(tmp_path)) == str(run / "exported" / "7")
+    given.write_text(json.dumps({"folder": str(run / "exported" / "5")}))
+    assert command._base_model(str(tmp_path)) == str(run / "exported" / "5")
+    given.write_text(json.dumps({"folder": str(tmp_path / "other")}))
+    with pytest.raises(ValueError, match=r"the runs in --workdir=.* are of .*other"):
+        command._base_model(str(tmp_path))
