@@ -12,6 +12,7 @@ step by step.
 """
 
 import dataclasses
+import hashlib
 import os
 import pathlib
 import re
@@ -23,7 +24,7 @@ from typing import Any
 from absl import flags
 
 from launch import kubernetes, launch_flags, machines, rendered, slurm
-from launch.settings import Settings, check_name, pairs
+from launch.settings import LONGEST_NAME, Settings, check_name, pairs
 from scalerl_jax.cli import entry
 from scalerl_jax.config import Config
 from scalerl_jax.config_io import GivenConfig
@@ -126,8 +127,13 @@ def launch_files(config: Config, target: str, *, name: str, workdir: str, folder
 
 
 def cluster_name(text: str) -> str:
-    """The valid cluster name nearest to `text`."""
-    return re.sub("[^a-z0-9-]", "-", text.lower())
+    """The valid cluster name nearest to `text`; a long one ends with a digest of it."""
+    name = re.sub("[^a-z0-9-]", "-", text.lower())
+    return (
+        name
+        if len(name) <= LONGEST_NAME
+        else f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    )
 
 
 def _files(settings: Settings, target: str, folder: str) -> list[rendered.RenderedFile]:

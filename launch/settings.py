@@ -7,6 +7,7 @@ continues the run in its workdir.
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from launch.machines import Machine
 from launch.starting import serve_flags
@@ -18,6 +19,7 @@ EXIT_CODES = {  # of scalerl-train, and of scalerl-serve; names in the templates
     "USERS_MISTAKE": 2,  # a wrong flag or file: a restart would fail in the same way
     "COLLAPSED": 3,  # as scalerl_jax/run/collapse_guard.py ends a run, which a person must then check
 }
+CONNECT_SECONDS = 7200  # that the trainer waits for a generator: they may be queued, pulled or preempted meanwhile
 LONGEST_NAME = 40  # characters: with the suffixes added to it, it is still a valid Kubernetes label
 
 # A self-contained config file: the modules that the given one imports are not on the run's machines.
@@ -119,7 +121,7 @@ def pairs(flag: str, items: Sequence[str]) -> dict[str, str]:
 
 
 def train_command(
-    settings: Settings, *, config: str, model: str, servers: str, hosts: str, metrics_host: str, fleet: dict[str, str]
+    settings: Settings, *, config: str, model: str, servers: str, hosts: str, metrics_host: str, fleet: dict[str, Any]
 ) -> list[str]:
     """The command of every host of the trainer.
 
@@ -132,6 +134,8 @@ def train_command(
         fleet: fields of config.fleet that the target sets.
     """
     assert settings.trainer is not None
+    if settings.config.fleet.connect_seconds == Config().fleet.connect_seconds:  # generators start by themselves, later
+        fleet = {**fleet, "connect_seconds": CONNECT_SECONDS}
     return [
         "scalerl-train",
         f"--config={config}",

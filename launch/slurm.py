@@ -107,6 +107,7 @@ def render(settings: Settings, queue: Queue, *, folder: str) -> list[RenderedFil
     # Folder of the jobs' addresses and logs; it outlives the files here.
     state = f"{settings.workdir}-launch"
     values: dict[str, Any] = {"settings": settings, "queue": queue, "folder": folder, "state": state, **EXIT_CODES}
+    values["start"] = os.getcwd()  # where relative paths of the config begin
     model = os.path.abspath(settings.config.model.path)
     made = []
     if settings.generator is not None:

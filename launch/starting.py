@@ -69,13 +69,14 @@ def serve_command(config: Config, *, model: str, maximum_tokens: int, gpu_memory
 def serve_flags(config: Config, *, engine: str, model: str, maximum_tokens: int) -> list[str]:
     """The flags that every server of a run shares: the values that the trainer checks on connecting, and its sizes."""
     fleet = config.fleet
+    same = fleet.compute_dtype == "auto"  # as the trainer's, if that is known here
     return [
         f"--engine={engine}",
         f"--model={model}",
         f"--slots={fleet.slots}",
         f"--queue={fleet.queue}",
         f"--decode_chunk={fleet.decode_chunk}",
-        f"--compute_dtype={fleet.compute_dtype}",
+        f"--compute_dtype={config.model.compute_dtype if same else fleet.compute_dtype}",
         f"--sync_dtype={config.model.sync_dtype}",
         f"--head_precision={config.model.head_precision}",
         *([f"--numerics={config.numerics}"] if config.numerics != "fast" else []),

@@ -33,6 +33,8 @@ def main(config_given: GivenConfig) -> None:
     config = config_given.config()
     if config.model.compute_dtype == "auto":  # as on the accelerator
         config.model.compute_dtype = "float32" if config.model.sync_dtype == "float32" else "bfloat16"
+    if config.fleet.compute_dtype == "auto":
+        config.fleet.compute_dtype = config.model.compute_dtype
     if (given.TARGET.value is None) != (not given.FIT.value):
         raise entry.UserError("--fit and --target go together")
     if given.STEPS.value and given.FIT.value:

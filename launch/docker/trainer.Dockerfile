@@ -3,7 +3,7 @@
 #   docker build --file=launch/docker/trainer.Dockerfile --build-arg=ACCELERATOR=tpu --tag=REGISTRY/scalerl-trainer:tpu .
 #   docker build --file=launch/docker/trainer.Dockerfile --build-arg=ACCELERATOR=cuda --tag=REGISTRY/scalerl-trainer:cuda .
 #
-# ACCELERATOR=train makes one for CPUs. All versions are those that the tests ran on.
+# ACCELERATOR=train makes one for CPUs. The versions of what it needs there are those that the tests ran on.
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim-bookworm
 ARG PYTHON

@@ -63,7 +63,8 @@ class SigmoidFit(law.Sigmoid):
     def band(self, compute, *, level: float = LEVEL, evaluation_variance: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
         """Lowest and highest value of the curves within the threshold at each compute above 0, [M] each.
 
-        evaluation_variance widens it from an interval for the curve to one for an evaluation with that noise.
+        evaluation_variance, before the dispersion, widens it from an interval for the curve to one for an evaluation
+        with that noise.
         """
         log_compute = np.log(np.atleast_1d(np.asarray(compute, np.float64)))
         asked = len(log_compute)

@@ -60,7 +60,7 @@ def sigmoid(case: Case, *, tick: Callable[[], None] = lambda: None) -> SigmoidFo
     fit = fit_sigmoid(compute, score, counts=counts, fit_until=until)
     order = np.argsort(case.later.compute)
     later, measured = case.later.compute[order], case.later.reward[order]
-    variance = fit.dispersion * float(np.median(case.before.variance))
+    variance = float(np.median(case.before.variance))
     covered, low, high = [], measured, measured
     for level in LEVELS:
         low, high = fit.band(later, level=level, evaluation_variance=variance)

@@ -174,15 +174,17 @@ class _StudyRun:
         made = {}
         for name in self.chosen:
             # On a shared file system the run's folder is in the study's; on Kubernetes it is on the cluster's volume.
+            study = render.cluster_name(os.path.basename(workdir))
             run_folder = {
                 "slurm": os.path.join(workdir, "runs", name),
-                "kubernetes": f"/runs/{render.cluster_name(os.path.basename(workdir))}/{name}",
+                "kubernetes": f"/runs/{study}/{name}",
             }[target]
             folder = os.path.join(where, name)
             with user_mistakes(before=f"--render={target}: {name}: "):
                 made[folder] = render.launch_files(
-                    self.study.runs[name], target, name=render.cluster_name(name), workdir=run_folder, folder=folder
-                )
+                    self.study.runs[name], target, name=render.cluster_name(f"{name}-{study}"),
+                    workdir=run_folder, folder=folder,
+                )  # fmt: skip
                 rendered.check_folder(folder)
         for folder, written in made.items():
             with files.naming(where):

@@ -20,7 +20,7 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from scalerl_jax.cli.entry import UserError
 from scalerl_jax.config import Config
@@ -123,12 +123,19 @@ def make(path: str, file: Config, base: Config, members: Mapping[str, Mapping[st
     of: dict[str, dict[str, tuple[str, ...]]] = {study: dict.fromkeys(given, ()) for study, given in members.items()}
     for further in range(seeds):
         for study, given in members.items():
-            for member, config in given.items():
+            # The members of some studies are seeds themselves: more of each would be runs of the others.
+            for member, config in () if further and only_seeds(given.values()) else given.items():
                 seeded = copy.deepcopy(config)
                 seeded.seed += further
                 name = f"{member}-seed_{seeded.seed}" if further else member
                 of[study][member] += (_run(runs, name, study, seeded),)
     return Study(path, file, base, runs, of)
+
+
+def only_seeds(configs: Iterable[Config]) -> bool:
+    """Whether there are several, which differ only in their seeds."""
+    found = [leaves(config) | {"seed": 0} for config in configs]
+    return len(found) > 1 and all(one == found[0] for one in found)
 
 
 def _run(runs: dict[str, Config], name: str, study: str, config: Config) -> str:

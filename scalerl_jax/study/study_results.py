@@ -14,12 +14,11 @@ import numpy as np
 import scipy.special
 
 from scalerl_jax.cli.entry import user_mistakes
-from scalerl_jax.config_check import leaves
 from scalerl_jax.run.jsonl import read_rows
 from scalerl_jax.scaling import fit_sigmoid, readers, tables
 from scalerl_jax.scaling.compare import Comparison, compare
 from scalerl_jax.scaling.fit import Run
-from scalerl_jax.study.members import Study
+from scalerl_jax.study.members import Study, only_seeds
 
 LAST = 0.75  # of a run's compute: evaluations beyond are its last quarter
 _NORMAL_95 = 1.96
@@ -168,14 +167,9 @@ def _study(
         with user_mistakes():
             found = compare([one.curve for one in compared if one.curve], baseline=at, all_pairs=False)
     missing = tuple(one for one, found_one in members.items() if found_one is None)
-    margin = _margin(there) if _only_seeds(study, name) and len(there) > 1 else None
+    seeds = only_seeds(study.runs[runs[0]] for runs in study.members[name].values())
+    margin = _margin(there) if seeds and len(there) > 1 else None
     return StudyResults(name, there, missing, baseline, found, tuple(left_out), margin)
-
-
-def _only_seeds(study: Study, name: str) -> bool:
-    """Whether a study has several members, which differ only in their seeds."""
-    configs = [leaves(study.runs[runs[0]]) | {"seed": 0} for runs in study.members[name].values()]
-    return len(configs) > 1 and all(one == configs[0] for one in configs)
 
 
 def _margin(members: Sequence[Member]) -> Margin:

@@ -70,6 +70,8 @@ def test_the_scripts_ask_for_what_was_given(full: pathlib.Path, tmp_path: pathli
     assert "export A='b c'\n" in trainer
     assert "source ~/it/bin/activate\n" in trainer
     assert "srun --wait=240 --cpus-per-task=96 scalerl-train" in trainer
+    assert f"\ncd {tmp_path}\n" in trainer  # where relative paths of the config begin
+    assert "--config.fleet.connect_seconds=7200" in trainer
     assert "module load cuda\n" in (full / "generators.sbatch").read_text()
     assert load_file(str(full / "config.py")) == load_file(SCALERL_8B)
 
@@ -82,6 +84,22 @@ def test_generators_alone_need_no_authority_and_bits_need_jax(tmp_path: pathlib.
     alone = ("--target=slurm", f"--config={SCALERL_8B}", "--part=generators", "--generator=h100")
     script = (made(tmp_path, *alone, "--config.numerics=bitwise", *given) / "generators.sbatch").read_text()
     assert "--numerics=bitwise" in script and "--engine=jax" in script
+
+
+def test_generators_compute_as_the_trainer_does(tmp_path: pathlib.Path) -> None:
+    given = ("--config.model.compute_dtype=float32", "--config.fleet.compute_dtype=auto")
+    script = (made(tmp_path, *SLURM, *given) / "generators.sbatch").read_text()
+    assert "--compute_dtype=float32" in script
+
+
+def test_a_setup_line_may_read_variables_that_are_not_set(tmp_path: pathlib.Path) -> None:
+    made(tmp_path, *SLURM, "--setup=echo $NOT_SET")
+    environment = stand_in(tmp_path, srun="echo ran; exit 0", scontrol="true")
+    (tmp_path / "run-launch").mkdir()
+    (tmp_path / "run-launch" / "servers").write_text("a:1\n")
+    script = ["bash", tmp_path / "made" / "trainer.sbatch"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False, timeout=SECONDS)
+    assert (done.returncode, done.stdout) == (0, "\nran\n"), done.stderr
 
 
 def test_the_scripts_are_sound(full: pathlib.Path) -> None:

@@ -164,6 +164,21 @@ def test_without_the_compiler_the_line_that_installs_it(capsys, monkeypatch):
         run(capsys, topology="h200:8", generator="l4:1")
 
 
+def test_a_generator_computes_as_the_trainer_does(capsys, monkeypatch):
+    asked = []
+
+    def memory_on(machine, config, decoder):
+        asked.append(config.fleet.compute_dtype)
+        return {"line": "", "fits": True, "memory": {}}
+
+    monkeypatch.setattr(compiled, "is_there", lambda machine: False)
+    monkeypatch.setattr(cost, "find_server", machines.parse)
+    monkeypatch.setattr(cost, "memory_on", memory_on)
+    for dtype in ("auto", "float32"):
+        run(capsys, ("fleet.compute_dtype", dtype), topology="h200:8", generator="h100:1")
+    assert asked == ["bfloat16", "float32"]
+
+
 def question(topology: str, **learner: int) -> layout_plan.Question:
     config = load_file(CONFIG)
     config.model.compute_dtype = "bfloat16"

@@ -9,6 +9,7 @@ from scipy.special import expit, logit
 
 from scalerl_jax.scaling import average, calibrate, judged
 from scalerl_jax.scaling.average import SCALES, Calibration
+from scalerl_jax.scaling.fit import SigmoidFit
 from scalerl_jax.scaling.law import LAWS
 from tests.scaling.simulated import TABLE_1, curve
 
@@ -40,6 +41,19 @@ def with_tasks(cases, task_of):
 @pytest.fixture(scope="module")
 def on_the_law():
     return calibrate.cases(law_runs())
+
+
+def test_the_noise_of_an_evaluation_is_given_before_the_dispersion(on_the_law, monkeypatch):
+    """The band multiplies it: it was multiplied twice."""
+    passed = set()
+
+    def band(self, compute, *, level, evaluation_variance):
+        passed.add(evaluation_variance)
+        return self.predict(compute), self.predict(compute)
+
+    monkeypatch.setattr(SigmoidFit, "band", band)
+    judged.sigmoid(on_the_law[1])
+    assert passed == {float(np.median(on_the_law[1].before.variance))}
 
 
 @pytest.mark.slow

@@ -198,7 +198,7 @@ def test_launch_files_in_the_place_of_runs(
     for run in ("plain", "slow", "seed_6", "seed_7"):
         assert (launch / run / script).exists()
     text = "".join(path.read_text() for path in (launch / "slow").iterdir())
-    assert "0.00075" in text and "slow" in text
+    assert "0.00075" in text and "slow-study" in text  # objects of two studies in one namespace have two names
     assert "0.00075" not in "".join(path.read_text() for path in (launch / "plain").iterdir())
     # Again, with less: they are made anew.
     assert study(*flags, "--study=two,seeds", *target, folder=tmp_path).returncode == 0

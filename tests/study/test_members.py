@@ -69,6 +69,8 @@ def test_seeds_rename_nothing(tmp_path: pathlib.Path) -> None:
     assert three.members["two"]["plain"] == ("plain", "seed_6", "seed_7")
     assert three.members["two"]["slow"] == ("slow", "slow-seed_6", "slow-seed_7")
     assert three.runs["slow-seed_7"].seed == 7
+    # Its members are seeds themselves: more of each would be the others' runs.
+    assert three.members["seeds"] == one.members["seeds"]
 
 
 def test_another_study_may_have_a_member_of_that_name(tmp_path: pathlib.Path) -> None:
