@@ -13,7 +13,7 @@ from scalerl_jax.cli.plan_flags import VALUES
 from scalerl_jax.config_check import ConfigError
 from scalerl_jax.config_io import GivenConfig, load_file
 from scalerl_jax.model.decoder_config import config_of_file
-from scalerl_jax.planning import compiled, layout_plan, workload
+from scalerl_jax.planning import compiled, cost, layout_plan, workload
 from tests.planning.test_cost import written
 from tests.support.paths import ROOT
 from tests.support.processes import run_command
