@@ -40,15 +40,18 @@ def export(
         asked = "--adapter" if adapter else "--merge"
         raise entry.UserError(f"{asked}: the run in {workdir} has no adapter, config.lora.rank is 0")
     with entry.user_mistakes():
-        # A warm start has no model.path; the config of a run names the warm start's model, too.
-        model = model or config.model.path or (config.sft.model_path if config.lora.rank else "")
-        if not model:
-            made = os.path.join(workdir, "model")
+        # A warm start has no model.path, and no checkpoint of its end; the config of a run names its model, too.
+        made = os.path.join(workdir, "model")
+        if not config.model.path and os.path.isdir(made) and not os.path.exists(f"{made}.outdated"):
+            beside = f", and its adapter {os.path.join(workdir, 'adapter')}" if config.lora.rank else ""
             raise entry.UserError(
                 f"--workdir={workdir}: config.model.path is empty there, as in a warm start's folder, whose policy is "
-                f"{made} already"
-                if os.path.isdir(made)
-                else f"--workdir={workdir}: config.model.path is empty there; --model says where the start model is"
+                f"{made} already{beside}"
+            )
+        model = model or config.model.path or (config.sft.model_path if config.lora.rank else "")
+        if not model:
+            raise entry.UserError(
+                f"--workdir={workdir}: config.model.path is empty there; --model says where the start model is"
             )
         if not os.path.isdir(model):
             raise entry.UserError(f"{model}: the model the run started from is not there; --model says where it is")

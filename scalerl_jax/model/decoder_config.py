@@ -25,7 +25,10 @@ SIZES = {  # field -> its key in config.json
     "intermediate_size": "intermediate_size",
 }
 # Keys that a family's config.json may lack or have as null; for other families transformers uses a fixed default.
-_DERIVED = {"llama": ("num_key_value_heads", "head_dim"), "qwen2": ("head_dim",), "llama4_text": ("head_dim",)}
+_DERIVED = {
+    "llama": ("num_key_value_heads", "head_dim"),
+    **dict.fromkeys(("qwen2", "qwen3_moe", "llama4_text"), ("head_dim",)),
+}
 
 
 @dataclasses.dataclass(frozen=True)

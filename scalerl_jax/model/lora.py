@@ -239,6 +239,7 @@ _ONLY = {
     "peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "use_rslora": False, "use_dora": False,
     "modules_to_save": None,
 }  # fmt: skip
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that change the frozen policy
 
 
 def _views(tree: Tree, lora: Lora, *, experts: bool) -> dict[str, np.ndarray]:
@@ -345,10 +346,16 @@ def read_adapter(path: str, lora: Lora, mesh: Mesh | None = None, *, base: str =
     elif base:
         check_base(f"config.lora.adapter={path}", of, base)
     fused = any(".experts.lora_" in name or ".experts.base_layer." in name for name in tensors)
-    for key, wanted in {**_ONLY, **_patterns(lora, fused), "r": lora.rank, "lora_alpha": lora.alpha}.items():
+    own = {**_ONLY, "alora_invocation_tokens": None, "r": lora.rank, "lora_alpha": lora.alpha}
+    for key, wanted in {**own, **_patterns(lora, fused)}.items():
         if (found := config.get(key, wanted)) != wanted and (found or wanted):
             asked = {"r": "config.lora.rank", "lora_alpha": "config.lora.alpha"}.get(key)
             raise ValueError(f"{about}: {key} is {found!r}, " + (f"{asked}={wanted:g}" if asked else f"not {wanted!r}"))
+    if (began := str(config.get("init_lora_weights")).lower()).startswith(_OTHER_BASE):
+        raise ValueError(
+            f"{about}: init_lora_weights is {began!r}, so it belongs to a policy that PEFT changed: save_pretrained "
+            "with path_initial_model_for_weight_conversion writes one of the policy as it was"
+        )
 
     def take(name: str, like: np.ndarray) -> np.ndarray:
         if name not in tensors:
@@ -361,6 +368,7 @@ def read_adapter(path: str, lora: Lora, mesh: Mesh | None = None, *, base: str =
     joint, pairs = _fused_arrays(out, lora) if fused else ({}, [])
     for name, view in {**_views(out, lora, experts=not fused), **joint}.items():
         view[...] = take(name, view)
+        tensors.pop(f"{name.partition('.lora_')[0]}.base_layer.weight", None)  # PEFT's copy of a frozen table
     for ours, place in pairs:
         ours[...], place[...] = place, 0
     for name, rest in joint.items():

@@ -218,6 +218,8 @@ MISTAKES: dict[str, tuple[Callable[[pathlib.Path], None], dict[str, Any], str]] 
     "rank": (change(), {"rank": 2}, r"adapter_config.json: r is 3, config.lora.rank=2$"),
     "alpha": (change(lora_alpha=8), {}, r"adapter_config.json: lora_alpha is 8, config.lora.alpha=6$"),
     "kind": (change(use_dora=True), {}, r"adapter_config.json: use_dora is True, not False$"),
+    "base": (change(init_lora_weights="pissa_niter_4"), {}, r"init_lora_weights is 'pissa_niter_4', so it belongs to"),
+    "tokens": (change(alora_invocation_tokens=[1]), {}, r"alora_invocation_tokens is \[1\], not None$"),
     "fewer": (change(), {"targets": "q_proj"}, r"config.lora.targets: .*safetensors has base_model\S+ too$"),
     "more": (change(), {"targets": "q_proj,up_proj,v_proj"}, r"config.lora.targets: .* has no base_model.*up_proj"),
     "cut": (cut, {}, r"^config.lora.adapter=\S+: .*"),

@@ -169,6 +169,10 @@ def test_windows_that_no_layer_has_are_none() -> None:
         assert DecoderConfig.from_hf(QWEN3_0_6B | changes) == wanted
 
 
+QWEN3_MOE = {
+    **QWEN3_0_6B, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "num_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = LLAMA_3_2_1B["rope_scaling"]
 assert isinstance(LLAMA3, dict)
@@ -183,6 +187,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA_3_2_1B, {"sliding_window": 4096}, "sliding_window=4096"),
     (QWEN3_0_6B, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 27}, "sliding_window=9"),
     (QWEN3_0_6B, {"layer_types": ["full_attention", "sliding_attention"]}, 'layer_types[1]="sliding_attention"'),
+    (QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 99}, "use_sliding_window=true"),
     (LLAMA_3_2_1B, {"layer_types": "full_attention"}, 'layer_types="full_attention"'),
     (LLAMA_3_2_1B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     (LLAMA_3_2_1B, {"no_rope_layers": [1, 1, 0]}, "no_rope_layers=[1, 1, 0]"),

@@ -55,7 +55,7 @@ def test_peft_and_transformers_compute_what_is_computed_here(case: str, tmp_path
     with torch.no_grad():
         assert np.abs(plain(torch.tensor(tokens)).logits.numpy() - ours).max() < CLOSE
 
-    model.save_pretrained(tmp_path / "again", save_embedding_layers=False)
+    model.save_pretrained(tmp_path / "again")
     for folder in ("adapter", "again"):
         found = read_adapter(str(tmp_path / folder), lora)
         assert jax.tree.structure(found) == jax.tree.structure(adapter)

@@ -285,5 +285,13 @@ def test_a_warm_starts_folder_says_where_its_policy_is(tmp_path):
     with pytest.raises(entry.UserError, match=r"config\.model\.path is empty there; --model says"):
         export(workdir=str(tmp_path / "warm"), out=out)
     (tmp_path / "warm" / "model").mkdir()
-    with pytest.raises(entry.UserError, match=r"a warm start's folder, whose policy is .*/warm/model already"):
+    line = r"a warm start's folder, whose policy is .*/warm/model already"
+    with pytest.raises(entry.UserError, match=line):
         export(workdir=str(tmp_path / "warm"), out=out)
+    # The checkpoints of one that trains an adapter end before its last batch.
+    config.lora.rank, config.sft.model_path = 2, str(tmp_path)
+    with RunFolder(tmp_path / "adapted", config, warm_start=True) as run:
+        run.resume(0)
+    (tmp_path / "adapted" / "model").mkdir()
+    with pytest.raises(entry.UserError, match=r"/adapted/model already, and its adapter .*/adapted/adapter$"):
+        export(workdir=str(tmp_path / "adapted"), out=out, adapter=True)

@@ -25,7 +25,8 @@ FIELDS = {
 }
 ALIASES = {"num_local_experts": "num_experts"}  # transformers 5
 ONLY: dict[str, Any] = {"attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
-IMPLIED = {"use_qk_norm": True}  # some folders repeat what the family always has
+# Some folders repeat what the family always has. Where there is a window, every layer has it.
+IMPLIED = {"use_qk_norm": True, "use_sliding_window": False}
 
 _GATE_UP, _DOWN = "mlp.experts.w13_weight", "mlp.experts.w2_weight"
 _OUT, _IN = ("experts", "expert_mlp", "width"), ("experts", "width", "expert_mlp")
