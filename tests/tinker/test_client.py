@@ -327,7 +327,7 @@ def test_a_name_may_be_saved_again_for_samplers(service: Any, place: pathlib.Pat
         np.testing.assert_allclose(sampled(path), logprobs(client)[: len(DATA[0]) - 1], atol=1e-3)
         step(client)
     for _ in range(9):  # the oldest snapshots are deleted, and not what has a name
-        client.save_weights_and_get_sampling_client()
+        client.save_weights_and_get_sampling_client().result()
     sampled(path)
     (run,) = (place / "work" / "models").glob(client.model_id.replace(":", "-"))
     assert [one.name for one in (run / "snapshots").glob("*-latest")] == ["9-latest"]

@@ -108,9 +108,13 @@ def test_what_is_sent_is_what_a_server_takes(tmp_path: pathlib.Path, what: str) 
         save_file({**stored, "lm_head.weight": stored["model.embed_tokens.weight"]}, file)
     if what == "buffers":
         save_file({**stored, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}, file)
-    samplers = holding(slots=1)
-    samplers._decoder = decoder
-    assert set(samplers._tensors(Weights(str(tmp_path)))) == set(hf_tensors(decoder))
+
+    async def sent() -> set[str]:
+        samplers = holding(slots=1)
+        samplers._decoder = decoder
+        return set(samplers._tensors(Weights(str(tmp_path))))
+
+    assert asyncio.run(sent()) == set(hf_tensors(decoder))
 
 
 def test_a_server_is_sent_weights_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
