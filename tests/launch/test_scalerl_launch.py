@@ -50,7 +50,7 @@ from tests.launch.launched import KUBERNETES, SLURM, launch
             (*KUBERNETES, "--autoscale=hpa", "--generators=64", "--maximum_generators=96"),
             "--generators=64: the run has at most ",
         ),
-        ((*KUBERNETES, "--part=trainer"), "--generator=cpu: does not go with --part=trainer"),
+        ((*KUBERNETES, "--part=trainer"), "--generator: does not go with --part=trainer"),
         ((*KUBERNETES, "--part=trainer", "--generator=", "--generators=4"), "--generators: does not go with --part="),
         ((*SLURM, "--part=generators", "--trainer=", "--trainer_cpus=8"), "--trainer_cpus: does not go with --part="),
         ((*KUBERNETES, "--prometheus=http://here"), "--prometheus: requires --autoscale=keda"),
