@@ -128,7 +128,8 @@ class EnvironmentConfig:
     # Wall-clock seconds that one step of an episode may take.
     turn_seconds: Positive[float] = 60.0
     # Wall-clock seconds that an episode may take, or one run of an agent; also the CPU seconds of its process. An
-    # episode is cut behind the turn with which they are over.
+    # episode is cut behind the turn with which they are over. Time in which no server may be asked for turns to train
+    # on, as while all of them evaluate, does not count.
     episode_seconds: Positive[float] = 1800.0
     # Runs of agents at once, each a process. A mixture uses the largest value of its environments.
     agents: Positive[int] = 64

@@ -13,6 +13,9 @@
     all failed       a whole batch of consecutive failures before any episode ended otherwise, or ten batches of them
                      later, end the run: nothing can be learned
 
+environment.episode_seconds are by `EpisodePool.clock`, which the fleet stops while it may ask no server for turns to
+train on. An evaluation's episodes have the plain clock.
+
 Metrics of each score: turns, branches, tokens_per_turn (sampled), environment_seconds, and ended/REASON, which is 1
 for the reason and 0 for others: done, failed, turn_cut, max_turns, max_tokens, deadline.
 """
@@ -53,10 +56,30 @@ from scalerl_jax.environments.worker_process import (
 STEPS_AT_ONCE = 64  # concurrent steps; further ones wait
 GRACE_SECONDS = 30.0  # by clock, beyond a step's limit: by then the kernel should have ended its process
 MOST_LINE_BYTES = 2**24  # of an agent process's reply
+POLL_SECONDS = 0.2  # between two looks at whether an agent's time is up
 ENDED = ("done", "failed", "turn_cut", "max_turns", "max_tokens", "deadline")
 # Consecutive batches of failed episodes that end a run after any episode has ended otherwise: a service may be down for
 # a while, and if the process that plays them dies, all episodes in flight fail.
 FAILED_BATCHES = 10
+
+
+class EpisodeClock:
+    """Seconds by clock without those in which it stood still. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._stood: tuple[float, float | None] = 0.0, None  # seconds in all; since when it stands still, if it does
+
+    def __call__(self) -> float:
+        before, since = self._stood
+        return (time.monotonic() if since is None else since) - before
+
+    def stand(self, still: bool) -> None:
+        """Makes it stand still, or go on. To be called from one thread."""
+        before, since = self._stood
+        if still and since is None:
+            self._stood = before, time.monotonic()
+        elif not still and since is not None:
+            self._stood = before + time.monotonic() - since, None
 
 
 class EpisodePool:
@@ -65,6 +88,8 @@ class EpisodePool:
     replies: encodes environments' replies as token ids.
     decode: returns the text of a turn's tokens without the stop token.
     turn_tokens: length of the longest turn, forced tokens included.
+
+    clock: of the episodes that are trained on.
 
     Raises ScorerError if the environments cannot be made.
     """
@@ -81,6 +106,7 @@ class EpisodePool:
     ):
         self._config, self._configs, self._environments = config, parts.configs(config), environments
         self._replies, self._decode, self._turn_tokens, self._complaints = replies, decode, turn_tokens, complaints
+        self.clock = EpisodeClock()
         self._lock = threading.Lock()
         self._closing = False
         self._failed_on_end, self._first_failure = 0, ""  # consecutive failed episodes; why the first failed
@@ -109,19 +135,31 @@ class EpisodePool:
         """The parts whose environment is an agent."""
         return {part for part, environment in self._environments.items() if environment.run is not None}
 
-    async def run(self, row: Row, client: Client) -> Score:
-        """Plays a row with an agent. Raises EpisodeFailed; its `late` is True if the time was up."""
+    async def run(self, row: Row, client: Client, *, evaluation: bool = False) -> Score:
+        """Plays a row with an agent. Raises EpisodeFailed; its `late` is True if the time was up.
+
+        evaluation: the plain clock counts, not `clock`.
+        """
         seconds = self._settings(row).episode_seconds
+        clock: Callable[[], float] = time.monotonic if evaluation else self.clock
         connection = await asyncio.to_thread(self._open)
         reader, writer = await asyncio.open_connection(sock=connection.socket, limit=MOST_LINE_BYTES)
 
-        async def answer(line: str, seconds: float) -> dict[str, Any]:
+        async def answer(line: str) -> dict[str, Any]:
+            writer.write(line.encode() + b"\n")
+            began, reading = clock(), asyncio.ensure_future(reader.readline())
             try:
-                async with asyncio.timeout(seconds + GRACE_SECONDS):
-                    writer.write(line.encode() + b"\n")
-                    found = await reader.readline()
+                while not reading.done() and clock() - began < seconds:
+                    await asyncio.wait([reading], timeout=POLL_SECONDS)
+                if not reading.done() and connection.pid is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(connection.pid, signal.SIGALRM)  # interrupts the agent
+                async with asyncio.timeout(GRACE_SECONDS):
+                    found = await reading
             except (OSError, ValueError) as error:  # TimeoutError is an OSError
                 raise EpisodeFailed(f"its process does not answer: {error}") from error
+            finally:
+                reading.cancel()
             if not found.endswith(b"\n"):
                 raise EpisodeFailed("its process ended")
             answered = json.loads(found)
@@ -129,13 +167,13 @@ class EpisodePool:
                 raise EpisodeFailed(answered["error"])
             return answered
 
-        began = time.monotonic()
+        began = clock()
         try:
-            connection.pid = (await answer(self._beginning(row), seconds))["pid"]
-            began = time.monotonic()
-            return Score(**(await answer(json.dumps({"client": dataclasses.asdict(client)}), seconds))["score"])
+            connection.pid = (await answer(self._beginning(row)))["pid"]
+            began = clock()
+            return Score(**(await answer(json.dumps({"client": dataclasses.asdict(client)})))["score"])
         except EpisodeFailed as failure:
-            failure.late = time.monotonic() - began >= seconds
+            failure.late = clock() - began >= seconds
             raise
         finally:
             if connection.pid is not None:  # kills also the programs that it started
@@ -157,9 +195,9 @@ class EpisodePool:
             with self._lock:
                 self._failed_on_end, self._first_failure, self._any_ended = 0, "", True
 
-    def step(self, row: Row, trajectory: Trajectory) -> "Future[Score | Reply]":
-        """The result of the last turn: the trajectory's score, or the reply."""
-        return self._threads.submit(self._step, row, trajectory)
+    def step(self, row: Row, trajectory: Trajectory, *, evaluation: bool = False) -> "Future[Score | Reply]":
+        """The result of the last turn: the trajectory's score, or the reply. evaluation: as for `run`."""
+        return self._threads.submit(self._step, row, trajectory, time.monotonic if evaluation else self.clock)
 
     def close(self) -> None:
         """Ends every episode."""
@@ -178,7 +216,7 @@ class EpisodePool:
 
     # ---- on a thread of the pool
 
-    def _step(self, row: Row, trajectory: Trajectory) -> Score | Reply:
+    def _step(self, row: Row, trajectory: Trajectory, clock: Callable[[], float]) -> Score | Reply:
         if trajectory.completion.finish_reason != "stop":
             return self._cut(trajectory, "turn_cut", "a turn is cut by its budget")
         ids = trajectory.turn_ids.tolist()
@@ -187,7 +225,7 @@ class EpisodePool:
         began = time.monotonic()
         try:
             if connection is None:
-                connection = self._begin(row, trajectory)
+                connection = self._begin(row, trajectory, clock())
             question = self._question(row, ids, connection)
             step = Step(**connection.exchange(json.dumps(question), self._settings(row).turn_seconds)["step"])
         except EpisodeFailed as failure:
@@ -199,7 +237,7 @@ class EpisodePool:
         if trajectory.turns >= rollout.max_turns:
             return self._cut(trajectory, "max_turns", f"not done after {trajectory.turns} turns")
         most = self._settings(row).episode_seconds
-        if time.monotonic() - connection.began > most:
+        if clock() - connection.began > most:
             return self._cut(trajectory, "deadline", f"not done after {most:g} s (episode_seconds)")
         path = trajectory.next_prompt(row.token_ids)
         try:
@@ -229,8 +267,9 @@ class EpisodePool:
     def _settings(self, row: Row) -> EnvironmentConfig:
         return self._configs[row.environment].environment
 
-    def _begin(self, row: Row, trajectory: Trajectory) -> "_Connection":
+    def _begin(self, row: Row, trajectory: Trajectory, now: float) -> "_Connection":
         connection = self._open()
+        connection.began = now
         with self._lock:
             if self._closing:
                 connection.end()
@@ -352,7 +391,7 @@ class _Connection:
     """An episode's socket, and the results of its turns so far."""
 
     def __init__(self, connection: socket.socket):
-        self.socket, self.began = connection, time.monotonic()
+        self.socket, self.began = connection, 0.0  # when its episode began, on the clock of that
         self.rewards, self.seconds = list[float](), 0.0  # reward of each turn; seconds of all turns
         self.metrics: dict[str, float] = {}
         self.reply = ""  # text of the last reply

@@ -160,7 +160,7 @@ class RunAgents:
         client = Client(f"{base}/v1", base, f"{KEY}{called}:{self._key}", called, "policy")
         began, why, score = time.monotonic(), "", None
         try:
-            score = await self._episodes.run(row, client)
+            score = await self._episodes.run(row, client, evaluation=not journalled)
             ended = "done"
             if not session.answered:
                 raise EpisodeFailed("it asked for no turn")

@@ -339,7 +339,7 @@ class Fleet:
         teacher: asyncio.Task[tuple[TeacherScores, ...]] | None = None
         score: concurrent.futures.Future[Any]  # of Score, or of the reply
         if self._episodes is not None and self._episodes.plays(row):
-            score = self._episodes.step(row, trajectory)
+            score = self._episodes.step(row, trajectory, evaluation=request.buffer is not self._buffer)
         else:
             teacher = self._ask_teacher(request.buffer, row, trajectory.completion)  # in parallel with the score
             loop = asyncio.get_running_loop()
@@ -435,6 +435,8 @@ class Fleet:
         self._serving(bool(active or self._pool.in_state(server_state.LEAVING)))  # one that leaves finishes what it has
         if not active:
             self._publish_for_candidates()
+        if self._episodes is not None:
+            self._episodes.clock.stand(all(c.evaluation is not None for c in active))
         asked = dispatch(active, self._buffer_of, typical_seconds=self._typical_seconds, now=time.monotonic())
         for client, request in asked:
             watched(self._sample(request, client.generate(request)), self._fail)

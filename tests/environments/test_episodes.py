@@ -255,6 +255,20 @@ def test_an_episode_ends_when_its_time_is_over(tmp_path):
         assert player.trajectory.completion.finish_reason == "length"
 
 
+def test_an_episode_takes_no_time_while_its_clock_stands_still(tmp_path):
+    """But that of an evaluation does."""
+    config = config_of(tmp_path, "Echoes")
+    config.environment.episode_seconds = 1e-6
+    with closing(pool_of(config)) as pool:
+        pool.clock.stand(True)
+        player = Player(pool, tmp_path)
+        assert player.say("go on") == "hello 1: go on"
+        score = pool.step(player.row, Trajectory(turn_of("go on"), "a:1"), evaluation=True).result()
+        assert score.metrics["ended/deadline"] == 1.0
+        pool.clock.stand(False)
+        assert player.say("go on").metrics["ended/deadline"] == 1.0
+
+
 def test_an_episode_whose_threads_spin_is_ended(tmp_path):
     """CPU time is limited too. About 1 CPU second."""
     config = config_of(tmp_path, "Echoes")

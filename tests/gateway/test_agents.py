@@ -12,6 +12,7 @@ import pytest
 
 from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.contract.codec import Completion
+from scalerl_jax.environments import episode_pool
 from scalerl_jax.environments.base import Row
 from scalerl_jax.environments.episode import Outcome
 from scalerl_jax.environments.episode_pool import EpisodePool
@@ -19,6 +20,7 @@ from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.gateway.agents import RunAgents
 from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.requests import Requests
+from tests.rollouts.clock import Clock
 from tests.support.chat_folders import chat_folder
 from tests.support.episodes import pool_of
 from tests.support.waiting import eventually
@@ -86,6 +88,36 @@ def test_an_agent_has_so_many_seconds(made):
         pool.close()
     assert outcome.score.metrics["ended/deadline"] == 1 and not outcome.score.excluded
     assert outcome.branches[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(("name", "ended"), [("train/6/0", "done"), ("eval/3/0/0", "deadline")])
+def test_time_in_which_no_turn_can_be_sampled_is_not_an_agents(made, monkeypatch, name, ended):
+    """But an evaluation's agent has no other time: what it waits for is sampled then."""
+    config, _, tokenizer = made
+    clock = Clock().install(monkeypatch, episode_pool)
+    asked, said = list[str](), Future()
+    looks, monotonic = list[float](), clock.monotonic
+    clock.monotonic = lambda: looks.append(monotonic()) or looks[-1]
+
+    def ask(prompt, turn, after, most) -> Future:
+        asked.append(turn)
+        return said
+
+    pool = pool_of(config)
+    try:
+        with RunAgents(config, pool, tokenizer, Requests(config, tokenizer), folder="", saved=lambda: 0) as of_run:
+            outcome = of_run.run(Row("ask(prompt=[7]) and 1.0"), name, ask, attempt=0)
+            eventually(lambda: asked, "it asks for a turn")
+            pool.clock.stand(True)
+            clock.ahead += 2 * config.environment.episode_seconds
+            pool.clock.stand(False)
+            if ended == "done":
+                before = len(looks)
+                eventually(lambda: len(looks) > before + 1, "it is looked at whether its time is up")
+                said.set_result(Fleet().ask(np.array([7]), *asked, None, None).result())
+            assert outcome.result(600).score.metrics[f"ended/{ended}"] == 1
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize("history", ["all", "template"])

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.environments import episode_pool
 from scalerl_jax.environments.episode import Reply
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.scorer_pool import Complaints
 from scalerl_jax.rollouts.requests import Requests
+from tests.rollouts.clock import Clock
 from tests.rollouts.small_trainer import VOCABULARY, ByteTokenizer, Trainer, config, row
 from tests.support.replay.scripts import Scripted
+from tests.support.waiting import eventually
 
 BRISK = {"token_seconds": 0.002, "mean_tokens": 6.0}
 GAME = """
@@ -131,6 +134,31 @@ def test_every_turn_follows_the_path_so_far_and_is_trained_once(start, played):
     assert numbers == list(range(len(seen)))
     turns = [score.metrics["turns"] for group in seen for score in group.scores]
     assert {1, 2, 3} <= set(turns) <= {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("played", [False], indirect=True)
+def test_an_evaluation_takes_no_time_from_an_episode(start, played, monkeypatch):
+    made, pool = played
+    made.evaluation.servers = 0
+    clock, servers = Clock().install(monkeypatch, episode_pool), start(BRISK, BRISK)
+    for server in servers:
+        server.hold_back("train/5/0/1")  # the second turn of an episode
+    with Trainer(made, servers, episodes=pool) as trainer:
+        trainer.admit_all()
+
+        def goes_on() -> bool:
+            group = trainer.fleet._buffer.in_flight.get(5)
+            return group is not None and 0 in group.trajectories and 0 in group.asked
+
+        eventually(goes_on)
+        future = trainer.fleet.evaluate(0, [row(5000)], 2)
+        assert all(server["evaluating"] for server in trainer.fleet.status()["servers"].values())
+        clock.ahead += 2 * made.environment.episode_seconds
+        for server in servers:
+            server.let_go()
+        trainer.fleet.result(future, trainer.wait)
+        scores = [score for _ in range(2) for group in trainer.update() for score in group.scores]
+        assert len(scores) == 32 and not any(score.metrics["ended/deadline"] for score in scores)
 
 
 def test_experts_that_nobody_asked_for_are_dropped(liar, played):
