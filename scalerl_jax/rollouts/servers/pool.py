@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from scalerl_jax.contract.peer_text import LogLimit
 from scalerl_jax.rollouts import pacing as pacing_lib
-from scalerl_jax.rollouts.group_buffer import GroupBuffer, RolloutRequest
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, Process, RolloutRequest
 from scalerl_jax.rollouts.loop_thread import watched
 from scalerl_jax.rollouts.servers import server_state
 from scalerl_jax.rollouts.servers.client import SURE_AFTER, ServerClient
@@ -137,7 +137,10 @@ def dispatch(
         group_size = buffers[client].group_size
         return client.capacity(group_size=group_size, typical_seconds=typical_seconds, now=now)
 
-    with_capacity = {c.process: c.step for c in buffers if c.step is not None and capacity_of(c)[0] > 0}
+    with_capacity: dict[GroupBuffer, dict[Process, int]] = {}  # of those that work on it: the version that each holds
+    for c, buffer in buffers.items():
+        if c.step is not None and capacity_of(c)[0] > 0:
+            with_capacity.setdefault(buffer, {})[c.process] = c.step
     while heap:
         number = heapq.heappop(heap)[1]
         client = active[number]
@@ -146,7 +149,7 @@ def dispatch(
         capacity, split = capacity_of(client)
         request = buffer.request(
             client.process, step=step, capacity=capacity, split=split, alone=_alone(client, buffers), now=now,
-            with_capacity=with_capacity,
+            with_capacity=with_capacity.get(buffer, {}),
         )  # fmt: skip
         if request is not None:
             yield client, request

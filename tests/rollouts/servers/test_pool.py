@@ -2,14 +2,16 @@
 
 import os
 
+import numpy as np
 import pytest
 
+from scalerl_jax.environments.episode import Reply
 from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.servers.discovery import Discovery
 from scalerl_jax.rollouts.servers.pool import dispatch
 from tests.rollouts.small_trainer import Trainer, config
 from tests.rollouts.test_fleet import SLOW, assert_holds, states_seen
-from tests.rollouts.test_group_buffer import make
+from tests.rollouts.test_group_buffer import deliver, make
 from tests.support.waiting import eventually
 
 
@@ -135,3 +137,17 @@ def test_a_group_is_left_to_another_one_that_may_have_it():
     number = failed_once(buffer, server)
     run(buffer, server, other)
     assert other.asked == [number] and server.asked[-1] != number
+
+
+def test_a_turn_does_not_wait_for_a_server_that_evaluates():
+    """Though that has its keys and values, and capacity."""
+    buffer, evaluation, server, other = make(), make(), Server("a:1"), Server("b:2")
+    run(buffer, server)
+    first = server.requests.pop()
+    for trajectory in deliver(buffer, first, scored=False):
+        buffer.replied(first.group, trajectory, Reply(np.ones(1, np.int32)))
+    buffers = {server: evaluation, other: buffer}
+    for asked, request in dispatch([*buffers], buffers.__getitem__, typical_seconds=1.0, now=NOW):
+        asked.ask(request)
+    assert [request.buffer for request in server.requests] == [evaluation]
+    assert [request.group for request in other.requests] == [first.group]
