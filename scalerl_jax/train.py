@@ -304,6 +304,7 @@ def train(config: Config) -> None:
                 # 6. Evaluate, then save: a run that resumes from here would lack the rows of earlier evaluations.
                 if evaluations.due(step):
                     evaluations.ask(step, wait=wait)
+                saving.wait_if_late(wait)
                 guard.raise_if_collapsed()  # a collapsed policy is not saved
                 saving.save_if_due()
 

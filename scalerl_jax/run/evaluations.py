@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -54,27 +55,29 @@ class Evaluations:
     def ask(self, step: int, *, wait: Callable[[], None], last: bool = False) -> None:
         """Requests the evaluation of version `step`, unless its row exists or it has been requested.
 
-        Waits if evaluations take all servers, and after the last step for all evaluations; `wait` is called repeatedly
-        meanwhile, and calls `collect`. last: no step follows, though config.max_steps is not reached.
+        Waits for earlier ones first, since each keeps its version on the devices. Waits for this one if evaluations
+        take all servers, and after the last step; `wait` is called repeatedly meanwhile, and calls `collect`.
+        last: no step follows, though config.max_steps is not reached.
         """
         steps = [*(row["step"] for row in self._folder.evaluations()), *(asked.step for asked in self._asked)]
         if step not in steps:
-            compute = self._ledger.snapshot()
+            compute, began = self._ledger.snapshot(), time.monotonic()
+            self.finish(wait=wait, before=step)
             future = self._fleet.evaluate(step, self._rows, self._config.evaluation.samples)
-            self._asked.append(_PendingEvaluation(step, time.monotonic(), compute, future))
+            self._asked.append(_PendingEvaluation(step, began, compute, future))
         if self._config.evaluation.servers == 0 or step == self._config.max_steps or last:
-            with self._ledger.trainer("evaluation"):
-                self.finish(wait=wait)
+            self.finish(wait=wait)
 
     def owes(self, step: int) -> list[int]:
         """Versions before `step` that are being evaluated: a run that resumes from `step` would lack their rows."""
         return [asked.step for asked in self._asked if asked.step < step]
 
-    def finish(self, *, wait: Callable[[], None]) -> None:
-        """Waits for all requested evaluations."""
-        for asked in list(self._asked):
-            with contextlib.suppress(EvaluationLost):  # `collect` reports it
-                self._fleet.result(asked.future, wait=wait)
+    def finish(self, *, wait: Callable[[], None], before: float = math.inf) -> None:
+        """Waits for the requested evaluations of versions below `before`."""
+        with self._ledger.trainer("evaluation"):
+            for asked in [asked for asked in self._asked if asked.step < before]:
+                with contextlib.suppress(EvaluationLost):  # `collect` reports it
+                    self._fleet.result(asked.future, wait=wait)
         self.collect()
 
     def collect(self) -> None:

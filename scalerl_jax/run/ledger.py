@@ -1,8 +1,8 @@
 """The compute ledger: what a run has cost so far, in device-hours and in model FLOPs, killed processes included.
 
 Every second of the trainer's devices is in exactly one class: busy (an update is computed), idle (it waits), evaluation
-(it waits because every server evaluates), set-up (before `begin`: loading, compiling, the probe; again after each
-restart) or stalled, which does not count as compute:
+(it waits for one), set-up (before `begin`: loading, compiling, the probe; again after each restart) or stalled, which
+does not count as compute:
 
     storage      the trainer's thread is inside `trainer("stalled")`: a checkpoint is saved
     no server    the trainer would be idle, and no server is admitted

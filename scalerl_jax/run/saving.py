@@ -36,15 +36,20 @@ class Saving:
         self.step = self.saved = step
         self._due = False
 
+    def wait_if_late(self, wait: Callable[[], None]) -> None:
+        """Waits for earlier evaluations where they delay a save by the steps between two; `wait` as in Evaluations."""
+        if self.step - self.saved >= 2 * self._config.checkpoint.every:
+            self._evaluations.finish(wait=wait, before=self.step)
+
     def save_if_due(self, *, last: bool = False) -> None:
         """Called after the evaluation of `step` was requested. last: no step follows.
 
         Does not save before the rows of earlier evaluations are written: a run that resumes from the checkpoint would
-        lack them. But an evaluation that takes longer than the steps between two checkpoints does not delay it.
+        lack them.
         """
         every = self._config.checkpoint.every
         self._due |= self.step % every == 0 or self.step == self._config.max_steps or (last and self.step > self.saved)
-        if self._due and (not self._evaluations.owes(self.step) or self.step - self.saved >= 2 * every):
+        if self._due and not self._evaluations.owes(self.step):
             self._save()
 
     def _save(self) -> None:
@@ -78,9 +83,9 @@ class Saving:
 
         if self._evaluations.owes(self.step):
             with contextlib.suppress(signals.Interrupted, ValueError):  # ValueError: the fleet fails now
-                self._evaluations.finish(wait=wait)
+                self._evaluations.finish(wait=wait, before=self.step)
         owed = self._evaluations.owes(self.step)
-        if self.step > self.saved and not (owed and min(owed) >= self.saved):
+        if self.step > self.saved and not owed:
             self._save()
         with self._ledger.trainer("stalled"):
             self._checkpoints.wait()
