@@ -18,6 +18,12 @@ from scalerl_jax.run.ledger import Ledger
 from scalerl_jax.run.pass_rates import evaluation_row, of_groups
 from scalerl_jax.run.progress import ProgressLine
 
+# Columns of the ledger that are 0 at step 0, also where a start that was killed before it saved has trained.
+_TRAINING = (
+    *("device_hours", "trainer_busy_hours", "trainer_idle_hours", "generator_busy_hours", "generator_idle_hours"),
+    *("model_flops", "trainer_flops", "generator_flops", "trained_tokens", "sampled_tokens"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class _PendingEvaluation:
@@ -62,6 +68,8 @@ class Evaluations:
         steps = [*(row["step"] for row in self._folder.evaluations()), *(asked.step for asked in self._asked)]
         if step not in steps:
             compute, began = self._ledger.snapshot(), time.monotonic()
+            if step == 0:
+                compute |= dict.fromkeys(_TRAINING, 0)
             self.finish(wait=wait, before=step)
             future = self._fleet.evaluate(step, self._rows, self._config.evaluation.samples)
             self._asked.append(_PendingEvaluation(step, began, compute, future))

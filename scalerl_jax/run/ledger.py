@@ -15,7 +15,7 @@ A generator's seconds come from the counters of its status replies, times its de
     rest = max(0, min(up, watched) - busy)        stalled = min(rest, stall)        idle = rest - stalled
 
 The cost of a run, `device_hours`, is the busy and idle time of both sides; the x axis of the fit is made of it and of
-the steps (scaling/units.py). The row of the evaluation at step 0, which is written before `begin`, is at 0 exactly.
+the steps (scaling/units.py). The row of the evaluation at step 0 is at 0 exactly (run/evaluations.py).
 
 The time of teachers' servers (rollouts/teachers.py) during training has its own class, `teacher`, and is no part of
 the cost: a teacher exists before the run, and its servers may serve several runs.

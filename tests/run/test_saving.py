@@ -111,3 +111,15 @@ def test_evaluations_that_are_slower_than_training_do_not_pile_up(run):
         run.step()
         assert len(run.fleet.unfinished) <= 1
     assert len(run.fleet.asked) == 3 and run.rows == [10, 20]
+
+
+def test_the_row_of_step_0_is_at_no_compute_though_an_earlier_start_has_trained(run):
+    run.step()
+    run.saving.step = 0  # killed, and begun again
+    run.evaluate()
+    run.step()
+    run.fleet.wait()
+    run.evaluations.collect()
+    (row,) = run.folder.evaluations()
+    assert row["device_hours"] == row["model_flops"] == row["trained_tokens"] == 0
+    assert run.ledger.snapshot()["device_hours"] > 0 < run.ledger.snapshot()["model_flops"]
