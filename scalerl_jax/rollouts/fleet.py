@@ -194,6 +194,8 @@ class Fleet:
             self._publisher.deltas.record(version, changes)
         if self._buffer.pacing.publishes(version):
             self._publish_newest()
+        else:
+            self._publisher.drop_elsewhere(version)
 
     # ---- the trainer's side: evaluation
 

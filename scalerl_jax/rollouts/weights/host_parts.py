@@ -3,7 +3,8 @@
     first host   Publisher.push ──> its own part                      all parts `applied`: the report of all of them
                        └─ Parts.push(PartPush) ──> PartPublisher on each other host: its part, to the same server
 
-The other hosts hold the versions that the first host may still request (`keep`), and deltas of their own shards.
+The other hosts hold the versions that the first host may still request (`keep`), and deltas of their own shards. The
+first host says which with each version, published or not.
 """
 
 import asyncio

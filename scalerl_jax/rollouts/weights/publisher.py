@@ -118,6 +118,14 @@ class Publisher:
         self.latest = step
         self._drop_unneeded()
 
+    def drop_elsewhere(self, until: int) -> None:
+        """Has the other hosts drop the versions before `until` that no server and no evaluation needs.
+
+        `until`: the newest version, which may be published at any time.
+        """
+        if self._parts is not None:
+            self._parts.keep(until, sorted({*self._sources, *self._pushing, until}))
+
     def retain(self, step: int) -> None:
         """Keeps a version although a newer one is published, until it is released as often as it was retained."""
         assert step in self._sources, f"version {step} is not held"
@@ -134,8 +142,8 @@ class Publisher:
             del self._sources[step]
         for key in [key for key in self._payloads if key[1] not in self._sources]:
             del self._payloads[key]
-        if self._parts is not None and self.latest is not None:
-            self._parts.keep(self.latest, sorted({*self._sources, *self._pushing}))
+        if self.latest is not None:
+            self.drop_elsewhere(self.latest)
 
     @contextlib.contextmanager
     def _held(self, step: int) -> Iterator[None]:

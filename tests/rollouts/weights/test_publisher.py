@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from scalerl_jax.contract.codec import Version
+from scalerl_jax.contract.weight_parts import Part
 from scalerl_jax.rollouts import fleet
 from scalerl_jax.rollouts.weights import push
+from scalerl_jax.rollouts.weights.host_parts import Parts
 from scalerl_jax.rollouts.weights.payload import Payload, dense
 from scalerl_jax.rollouts.weights.publisher import SyncStats
 from scalerl_jax.rollouts.weights.push import Push, PushReport
 from tests.rollouts.clock import Clock
 from tests.rollouts.liar import Liar
-from tests.rollouts.small_trainer import Trainer, config, weights
+from tests.rollouts.small_trainer import SHAPES, Trainer, config, weights
 from tests.support.waiting import SECONDS, eventually
 
 
@@ -109,6 +111,22 @@ def test_the_latest_version_wins_and_others_are_never_made(start):
         # One may have been begun before the next was offered, and stood at the gate; the others have no taker.
         assert len(made) <= 2 and made[-1][0] == 5
         assert all(name.startswith("publisher-staging") for _, name in made)
+
+
+def test_the_other_hosts_keep_one_version_of_a_phase(start, monkeypatch):
+    """The newest, which may be evaluated, and the phase's."""
+    kept = []
+
+    async def push(wanted):
+        raise AssertionError("nothing is published within a phase")
+
+    with Trainer(config(pacing_kind="phased", pacing_max_off_policy_steps=5), start({})) as trainer:
+        trainer.update()
+        parts = Parts(Part(0, 2), "float32", SHAPES, push=push, keep=lambda until, steps: kept.append((until, steps)))
+        monkeypatch.setattr(trainer.fleet._publisher, "_parts", parts)
+        for _ in range(3):
+            trainer.update()
+    assert kept == [(2, [0, 2]), (3, [0, 3]), (4, [0, 4])]
 
 
 def test_what_making_the_tensors_raises_stops_the_run(start):
