@@ -208,7 +208,8 @@ class RolloutConfig:
     top_k: NotNegative[int] = 0  # Top-k sampling. 0 is off; any other value biases the importance ratio.
     # Most turns of an episode, in environments that have episodes. 1: a completion is one turn.
     max_turns: Positive[int] = 1
-    # Longest episode in tokens after the prompt, the environment's replies included. The budgets below are of one turn.
+    # Longest episode in tokens after the prompt, the environment's replies included. The budgets below are of one turn,
+    # which must leave room for another.
     max_episode_tokens: Positive[int] = 16_384
     # Longest prompt in tokens. environment.long_prompts says what happens to longer ones.
     max_prompt_tokens: Positive[int] = 2048

@@ -48,7 +48,8 @@ def stable_hash(*parts: object) -> int:
 
 
 class Requests:
-    """Makes the requests of one run. Raises ValueError if the interruption phrase does not end thinking."""
+    """Makes the requests of one run. Raises ValueError if the interruption phrase does not end thinking, or an episode
+    has no room for a second turn."""
 
     def __init__(self, config: Config, tokenizer: TextEncoder):
         rollout = config.rollout
@@ -77,6 +78,11 @@ class Requests:
                     f"of config.rollout.end_of_thinking={rollout.end_of_thinking!r}"
                 )
             self.interruption = Interruption(phrase, end)
+        if 0 < self._episode_tokens <= self.turn_tokens:
+            raise ValueError(
+                f"config.rollout.max_episode_tokens={self._episode_tokens}: no second turn fits, since one may have "
+                f"{self.turn_tokens} tokens (thinking and answer budgets, interruption phrase)"
+            )
 
     @property
     def maximum_tokens(self) -> int:

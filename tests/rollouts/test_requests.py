@@ -102,6 +102,14 @@ def test_a_phrase_that_does_not_end_thinking_is_named():
         make(rollout_interruption_text="time is up")
 
 
+def test_an_episode_without_room_for_two_turns_is_named():
+    turn = make().turn_tokens
+    assert make(rollout_max_turns=2, rollout_max_episode_tokens=turn + 1).maximum_tokens == turn + 1
+    assert make(rollout_max_turns=1, rollout_max_episode_tokens=turn).maximum_tokens == turn
+    with pytest.raises(ValueError, match=rf"config\.rollout\.max_episode_tokens={turn}: .* may have {turn} tokens"):
+        make(rollout_max_turns=2, rollout_max_episode_tokens=turn)
+
+
 def test_what_is_asked_for_again_has_the_names_that_it_had():
     requests, group = make(), make().train(5, row(1))
 
