@@ -126,8 +126,10 @@ def _scalerl_test(text, known, own):
                 raise asked
             if "raised" in answer:
                 kind, message = answer["raised"]
-                kind = getattr(builtins, kind, None) or type(kind, (Exception,), {})
-                raise kind(message)
+                found = getattr(builtins, kind, None)
+                # A program may give its exceptions the name of any built-in: exec would run the message here.
+                is_error = isinstance(found, type) and issubclass(found, Exception)
+                raise (found if is_error else type(kind, (Exception,), {}))(message)
             for before, after in zip(arguments, _scalerl_unpack(answer["changed"])):
                 if isinstance(before, list):
                     before[:] = after

@@ -97,6 +97,12 @@ def test_what_functions_give_is_what_the_test_sees(program, test):
         ("def f(x) return 1", "crashed", "SyntaxError"),
         ("def g(x): return 4", "crashed", "KeyError: 'f'"),
         ("def f(x):\n    while True: pass", "timeout", ""),
+        (
+            "class exec(Exception): pass\ndef f(x):\n"
+            "    raise exec('import os; os.write(3, b\\'{\"passed\": true}\\'); os._exit(0)')",
+            "wrong",
+            "exec: import os",
+        ),
     ],
 )
 def test_a_program_answers_for_itself_alone(program, kind, why):
