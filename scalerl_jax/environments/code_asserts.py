@@ -30,6 +30,7 @@ from scalerl_jax.environments.sandbox import Limits, ProgramResult, Sandbox
 
 MOST_CALLS = 1000  # of one test
 _PYTEST = re.compile(r"\bpytest\.(?!raises\b|approx\b)(\w+)")
+_BINDS = ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign | ast.AugAssign
 _OURS = ("solution", "pytest")  # modules that a test may import besides the standard library
 
 # Code for both sandboxes: converts values to JSON and back.
@@ -175,10 +176,11 @@ def read(snippets: Sequence[str], *, setup: str = "", stub: str = "", where: str
     """Tests in the format of scores (code_tests.py): each of `snippets` is one test, executed after `setup`.
 
     stub: the beginning of the program in the prompt, whose definitions the program may omit. Raises ValueError if a
-    test cannot run here.
+    test cannot run here, or has nothing that runs.
     """
     for number, snippet in enumerate(snippets, 1):
         _check(f"{setup}\n{snippet}", f"test {number} of {where}")
+        _check_runs(_parsed(snippet, f"test {number} of {where}"), f"test {number} of {where}")
     return {"function": "", "setup": setup, "stub": stub, "asserts": True, "cases": [[text, [""]] for text in snippets]}
 
 
@@ -223,6 +225,25 @@ def _check(text: str, where: str) -> None:
         raise ValueError(f"{where} uses pytest.{found[1]}: of pytest there are raises and approx")
 
 
+def _check_runs(tree: ast.Module, where: str) -> None:
+    """Raises ValueError if a test only defines what nothing calls, or is asynchronous: every program would pass it."""
+    runs = False
+    for node in tree.body:
+        if isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            raise ValueError(f"{where} has async def {node.name}, which nothing awaits")
+        if isinstance(node, ast.FunctionDef):
+            runs = runs or node.name.startswith("test_")
+        elif not isinstance(node, _BINDS):
+            inside = [*ast.walk(node)]
+            is_main = any(isinstance(each, ast.Name) and each.id == "__name__" for each in inside)
+            runs = runs or (not is_main and any(isinstance(each, ast.Assert | ast.Call) for each in inside))
+    if not runs:
+        raise ValueError(
+            f"{where} tests nothing: no statement of it checks or calls anything, and it has no function test_...() "
+            "(check(candidate) needs the column entry_point)"
+        )
+
+
 def judge(program: str, tests: Mapping[str, Any], config: SandboxConfig, *, imports: str) -> tuple[str, int, str]:
     """(kind, tests passed, why), as in code_judge.Verdict. imports: import lines that the program may omit.
 
@@ -238,11 +259,15 @@ def judge(program: str, tests: Mapping[str, Any], config: SandboxConfig, *, impo
         Sandbox(around, limits, function="_scalerl_call", names=imports) as programs,
         Sandbox(f"{_VALUES}{_TEST}_scalerl_imports = {tests['setup']!r}", limits, function="_scalerl_test") as judges,
     ):
+        calls = 0
         for number, (text, _) in enumerate(tests["cases"]):
-            kind, why = _one(text, own, programs, judges, end)
+            known: list[Any] = []
+            kind, why = _one(text, own, known, programs, judges, end)
+            calls += len(known)
             if kind != "ok":
                 return kind, number, f"test {number + 1} of {count}: {kind}: {why}"
-    return "ok", count, ""
+    # One test alone may call nothing: HumanEval's have assert True among them.
+    return ("ok", count, "") if calls else ("wrong", 0, "none of its tests calls the program")
 
 
 def _builtin_of_the_program(text: str) -> str:
@@ -264,8 +289,8 @@ def _builtin_of_the_program(text: str) -> str:
     return min(called, key=lambda name: isinstance(getattr(builtins, name), type), default="")
 
 
-def _one(text: str, own: str, programs: Sandbox, judges: Sandbox, end: float) -> tuple[str, str]:
-    known: list[Any] = []
+def _one(text: str, own: str, known: list[Any], programs: Sandbox, judges: Sandbox, end: float) -> tuple[str, str]:
+    """(kind, why) of one test. known: empty; gets the program's answers."""
     while len(known) <= MOST_CALLS:
         if (left := end - time.monotonic()) <= 0:
             return "timeout", "its tests took more than all_seconds"

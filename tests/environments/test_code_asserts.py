@@ -121,6 +121,16 @@ def test_a_test_ends():
 
 
 @needs_bubblewrap
+def test_tests_of_which_none_calls_the_program_are_passed_by_none():
+    def check(body):
+        return f"def check(candidate):\n    {body}\ncheck(f)"
+
+    found = verdict("def f(): return 0", check("pass"), check("assert True"))
+    assert (found.kind, found.passed) == ("wrong", 0) and found.why == "none of its tests calls the program"
+    assert verdict("def f(): return 0", check("assert True"), check("assert candidate() == 0")).kind == "ok"
+
+
+@needs_bubblewrap
 def test_what_the_prompt_gives_need_not_be_said_again():
     stub = "from math import pi\n\ndef area(r):\n    return pi * r * r\n\ndef f(r: float):\n    pass"
     for before in ("", '"""The area."""\nfrom __future__ import annotations\n'):
@@ -158,6 +168,12 @@ def test_a_function_named_like_a_builtin_is_the_programs_if_tests_call_no_other(
         ({"test": "import numpy as np\ndef test_a(): assert f(1)"}, "test 1 of 'test' imports numpy: programs and"),
         ({"test": "import pytest\n@pytest.mark.skip\ndef test_a(): pass"}, r"uses pytest\.mark: of pytest there are"),
         ({"test": "from solution import Bank\ndef test_a(): Bank()"}, "is of a class, Bank: only what functions give"),
+        ({"test": CHECK}, r"test 1 of 'test' tests nothing: .* \(check\(candidate\) needs the column entry_point\)"),
+        ({"test": "def test(): assert f(1)"}, "test 1 of 'test' tests nothing: "),
+        ({"test": "async def test_a(): assert f(1)"}, "test 1 of 'test' has async def test_a, which nothing awaits"),
+        ({"test": "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): assert f(1)\n"
+                  "if __name__ == '__main__':\n    unittest.main()"}, "test 1 of 'test' tests nothing: "),
+        ({"test_list": ["assert f(1)", "x = f(1)"]}, "test 2 of 'test_list' tests nothing: "),
         ({"test_list": []}, "'test_list' is no list of texts"),
         ({"tests": ["assert f(1) ="]}, "test 1 of 'tests' is no Python: invalid syntax"),
         ({"public_tests": {"input": ["1"]}}, "'public_tests' is no object with lists 'input' and 'output'"),
