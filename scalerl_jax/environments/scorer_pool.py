@@ -54,6 +54,7 @@ def row_json(row: Row) -> str:
     """The fields of a Row as a JSON object. Raises ScorerError naming the row and the column that JSON cannot hold."""
     fields: dict[str, Any] = {"text": row.text, "answer": row.answer, "task": row.task, "extra": dict(row.extra)}
     fields |= {"source": row.source, "messages": [dict(message) for message in row.messages]}
+    fields |= {"key": row.key} if row.key else {}  # only if there is one: seeds are made from this text
     try:
         return json.dumps(fields)
     except _NOT_JSON as error:

@@ -1,5 +1,6 @@
 """Episodes: what a step may give, and what becomes of one whose environment fails, crashes, hangs or is given up."""
 
+import dataclasses
 import gc
 import os
 from collections.abc import Iterator
@@ -175,6 +176,19 @@ def test_the_episodes_of_a_row_draw_the_same_numbers(player):
     assert len(drawn) == 1
     other = Player(player.pool, player.closed.parent, seed=2)
     assert other.say("done").metrics["drawn"] not in drawn
+
+
+def test_rows_that_differ_in_their_keys_alone_draw_other_numbers_and_templates_change_none(player):
+    def drawn(**fields) -> float:
+        player.again()
+        player.row = dataclasses.replace(player.row, **fields)
+        return player.say("done").metrics["drawn"]
+
+    assert len({drawn(), drawn(key="a"), drawn(key="b")}) == 3
+    messages = ({"role": "user", "content": "hello"},)
+    dated = {drawn(messages=messages, rendered=True, text=f"{day} hello") for day in ("Monday", "Tuesday")}
+    assert len(dated) == 1
+    assert drawn(messages=({"role": "user", "content": "bye"},)) not in dated
 
 
 def test_correct_is_what_the_last_step_says_or_by_its_reward(tmp_path, player):
