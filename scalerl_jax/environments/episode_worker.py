@@ -37,7 +37,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.environments import parts, user_code
 from scalerl_jax.environments.base import Completion, Row, ScorerError
 from scalerl_jax.environments.episode import Client, as_step
-from scalerl_jax.environments.score_worker import EnvironmentParts
+from scalerl_jax.environments.score_worker import EnvironmentParts, plain
 from scalerl_jax.environments.tool_calls import read_calls
 from scalerl_jax.environments.worker_process import begin, die_with_parent, ready
 
@@ -80,7 +80,7 @@ def _answer(question: Mapping[str, Any], environments: EnvironmentParts, episode
             episodes.append(begin(row))
         return {"pid": os.getpid()}
     if "client" in question:
-        return {"score": dataclasses.asdict(episodes[0](Client(**question["client"])))}
+        return {"score": plain(episodes[0](Client(**question["client"])))}
     # Parsed here and not in the trainer: a malicious turn of the policy can only harm this process.
     calls = read_calls(question["turn"], question["calls"], tools=question["tools"])
     turn = Completion(question["turn"], thinking=question["thinking"], tokens=question["tokens"], tool_calls=calls)
@@ -108,13 +108,13 @@ def _play(connection: socket.socket, environments: EnvironmentParts, configs: Ma
             limit = getattr(settings, name)
             try:
                 with contextlib.nullcontext() if "client" in question else _within(limit):
-                    reply = _answer(question, environments, episodes)
+                    reply = json.dumps(_answer(question, environments, episodes))
             except _Late:
-                reply = {"error": f"a step took {limit:g} s ({name})"}
+                reply = json.dumps({"error": f"a step took {limit:g} s ({name})"})
             except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code raises anything)
-                reply = {"error": user_code.error_line(error)}
+                reply = json.dumps({"error": user_code.error_line(error)})
             with contextlib.suppress(BrokenPipeError):  # the trainer no longer waits for it
-                connection.sendall(json.dumps(reply).encode() + b"\n")
+                connection.sendall(reply.encode() + b"\n")
     if episodes and callable(close := getattr(episodes[0], "close", None)):
         with contextlib.suppress(Exception, SystemExit, _Late), _within(limit):
             close()

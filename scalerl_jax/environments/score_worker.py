@@ -124,7 +124,7 @@ def reply_to(question: Mapping[str, Any], environments: EnvironmentParts, limit:
         completion = Completion(question["completion"], thinking=question["thinking"], tokens=question["tokens"])
         with limit.of(environments.seconds(part)):
             row = Row(environment=part, **question["row"])
-            return {"score": _plain(environment.score(row, completion))}
+            return {"score": plain(environment.score(row, completion))}
     except OutOfTime:
         limit.off()  # the context manager's own call may have been interrupted
         return {"out_of_time": True}
@@ -132,7 +132,7 @@ def reply_to(question: Mapping[str, Any], environments: EnvironmentParts, limit:
         return {"error": parts.as_written(part, " ".join(str(error).split()))}
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code and parsers of any text raise anything)
         score, kind = score_of_failure(part, error)
-        return {"score": _plain(score), "complaint": [kind[:LONGEST_WHY], score.why]}
+        return {"score": plain(score), "complaint": [kind[:LONGEST_WHY], score.why]}
 
 
 def score_of_failure(part: str, error: BaseException) -> tuple[Score, str]:
@@ -145,7 +145,7 @@ def score_of_failure(part: str, error: BaseException) -> tuple[Score, str]:
     return Score(-1.0, False, metrics, why=line, failed=True), f"{part} {kind}"
 
 
-def _plain(score: Score) -> dict[str, Any]:
+def plain(score: Score) -> dict[str, Any]:
     """The fields of a score as JSON values, long texts cut. Raises TypeError or ValueError for an invalid score."""
     if not isinstance(score, Score):
         raise TypeError(f"a score is {type(score).__name__}, not Score")
@@ -160,6 +160,7 @@ def _plain(score: Score) -> dict[str, Any]:
         raise ValueError(f"a metric of a score is no finite number: {metrics}")
     fields = dataclasses.replace(
         score, reward=float(score.reward), correct=bool(score.correct), metrics=metrics, answer=answer,
+        turns=tuple(map(float, score.turns)),
         why=score.why if len(score.why) <= LONGEST_WHY else f"{score.why[: LONGEST_WHY - 3]}...",
     )  # fmt: skip
     return {name: value for name, value in vars(fields).items() if value not in (None, "", {})}

@@ -206,6 +206,14 @@ def test_how_an_agent_ends(agents, text, ended):
     assert len(outcome.branches) == len(outcome.parts) >= 1
 
 
+def test_an_agent_may_say_its_score_in_numbers_of_numpy(agents):
+    number = "__import__('numpy').float32(0.5)"
+    text = f"(ask(prompt=[7]), {{'reward': {number}, 'correct': {number} > 0, 'metrics': {{'depth': {number}}}}})[1]"
+    with agents() as of_run:
+        score = of_run.run(Row(text), "train/6/0", Fleet().ask, attempt=0).result(600).score
+    assert (score.reward, score.correct, score.excluded) == (0.5, True, False) and score.metrics["depth"] == 0.5
+
+
 def test_an_agent_goes_on_where_everything_was_killed(agents, tmp_path):
     text = "(ask(prompt=[7]), ask(prompt=[7, 100, 0, 9])) and 1.0"
     fleet = Fleet(answered=1)
