@@ -227,12 +227,19 @@ class EpisodePool:
             if connection is None:
                 connection = self._begin(row, trajectory, clock())
             question = self._question(row, ids, connection)
-            step = Step(**connection.exchange(json.dumps(question), self._settings(row).turn_seconds)["step"])
+            answered = connection.exchange(json.dumps(question), self._settings(row).turn_seconds)
+            step = Step(**answered["step"])
         except EpisodeFailed as failure:
             return self._failed(row, trajectory, str(failure))
         connection.add(step, time.monotonic() - began)
         if step.done:
-            return self._score(row, trajectory, connection, step)
+            score = self._score(row, trajectory, connection, step)
+            if "complaint" not in answered:
+                return score
+            kind, line = answered["complaint"]
+            line = parts.as_written(row.environment, line)
+            self._complaints.log(f"{row.environment} {kind}", line)
+            return dataclasses.replace(score, why=line, failed=True)
         rollout = self._config.rollout
         if trajectory.turns >= rollout.max_turns:
             return self._cut(trajectory, "max_turns", f"not done after {trajectory.turns} turns")

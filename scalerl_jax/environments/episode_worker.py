@@ -4,8 +4,8 @@
                                     or {"error": line}; then one byte per episode, which carries the episode's socket
     an episode's socket             read                              written
                                     {"part", "row", "seed"}           {"pid"}: it has begun
-                                    {"turn", "thinking", "tokens",    {"step": {...}}
-                                     "calls", "tools"}
+                                    {"turn", "thinking", "tokens",    {"step": {...}}, and "complaint": [kind, line] if
+                                     "calls", "tools"}                a score function failed; the episode is wrong then
                                     {"client"}: for an agent          {"score": {...}}: it has ended
                                                                       {"error": line}: instead of any of these
 
@@ -35,8 +35,8 @@ from typing import Any
 
 from scalerl_jax.config import Config
 from scalerl_jax.environments import parts, user_code
-from scalerl_jax.environments.base import Completion, Row, ScorerError
-from scalerl_jax.environments.episode import Client, as_step
+from scalerl_jax.environments.base import WRONG, Completion, Row, ScoreFailed, ScorerError
+from scalerl_jax.environments.episode import Client, Step, as_step
 from scalerl_jax.environments.score_worker import EnvironmentParts, plain
 from scalerl_jax.environments.tool_calls import read_calls
 from scalerl_jax.environments.worker_process import begin, die_with_parent, ready
@@ -84,7 +84,11 @@ def _answer(question: Mapping[str, Any], environments: EnvironmentParts, episode
     # Parsed here and not in the trainer: a malicious turn of the policy can only harm this process.
     calls = read_calls(question["turn"], question["calls"], tools=question["tools"])
     turn = Completion(question["turn"], thinking=question["thinking"], tokens=question["tokens"], tool_calls=calls)
-    return {"step": dataclasses.asdict(as_step(episodes[0].step(turn)))}
+    try:
+        return {"step": dataclasses.asdict(as_step(episodes[0].step(turn)))}
+    except ScoreFailed as failed:
+        step = as_step(Step(done=True, reward=WRONG.reward, correct=WRONG.correct, metrics=failed.metrics))
+        return {"step": dataclasses.asdict(step), "complaint": [failed.kind, failed.line]}
 
 
 def _limit_cpu(seconds: float) -> None:

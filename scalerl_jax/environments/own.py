@@ -28,7 +28,7 @@ from typing import Any
 from scalerl_jax.config import Config
 from scalerl_jax.environments import tools as tool_calls
 from scalerl_jax.environments import user_code
-from scalerl_jax.environments.base import Completion, Environment, Row, Score, joined_content
+from scalerl_jax.environments.base import WRONG, Completion, Environment, Row, Score, joined_content
 from scalerl_jax.environments.episode import Client
 from scalerl_jax.environments.user_functions import UserFunction, awaited, to_score
 
@@ -119,7 +119,11 @@ def make(config: Config) -> Environment:
 
     def with_tools(row: Row) -> tool_calls.ToolEpisode:
         assert toolbox is not None
-        return tool_calls.ToolEpisode(row, toolbox, score=function.score, characters=config.environment.tool_characters)
+
+        def score(row: Row, answer: Completion) -> Score:
+            return function.score(row, answer) if answer else WRONG  # nothing follows its thinking
+
+        return tool_calls.ToolEpisode(row, toolbox, score=score, characters=config.environment.tool_characters)
 
     weights: Mapping[str, float] = getattr(environment, "weights", {})
     waits_seconds = getattr(environment, "waits_seconds", config.environment.reward_seconds)

@@ -24,7 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from scalerl_jax.config import EnvironmentConfig
 from scalerl_jax.environments import user_code
-from scalerl_jax.environments.base import Completion, Row, Score, ScorerError, ToolCall
+from scalerl_jax.environments.base import Completion, Row, Score, ScoreFailed, ScorerError, ToolCall
 from scalerl_jax.environments.episode import LONGEST_REPLY, Step
 
 _CUT = "... (cut)"
@@ -114,7 +114,10 @@ def schema_of(tool: Callable) -> Mapping[str, Any]:
 
 
 class ToolEpisode:
-    """An episode of a row whose turns may call tools; score: scores the turn without a call."""
+    """An episode of a row whose turns may call tools; score: scores the turn without a call.
+
+    If it raises ScoreFailed, so does the step, with the metrics of the episode.
+    """
 
     def __init__(self, row: Row, tools: Tools, *, score: Callable[[Row, Completion], Score], characters: int):
         self._row, self._score, self._characters = row, score, characters
@@ -131,7 +134,11 @@ class ToolEpisode:
             self._messages += [{"role": "assistant", "content": str(turn), "tool_calls": turn.tool_calls}, *messages]
             return Step(messages, metrics=self._metrics())
         turn.messages, turn.opened = tuple(self._messages), self._opened
-        score = self._score(self._row, turn)
+        try:
+            score = self._score(self._row, turn)
+        except ScoreFailed as failed:
+            failed.metrics |= self._metrics()
+            raise
         metrics = {**score.metrics, **self._metrics()}
         return Step(done=True, reward=score.reward, correct=score.correct, metrics=metrics)
 

@@ -56,6 +56,10 @@ async def floods() -> str:
 class Hanging(Adding):
     tools = [sleeps, waits, spins, floods]
 
+class Fussy(Adding):
+    def score(self, row, completion):
+        return 1.0 if not completion else {}[completion]
+
 class Undescribed(Adding):
     tools = [lambda a: a]
 
@@ -276,6 +280,23 @@ def test_a_tool_that_hangs_costs_its_episode_and_one_that_floods_is_cut(tmp_path
             score = found.result()
             assert score.excluded and score.failed and score.metrics["ended/failed"] == 1, score
             assert "turn_seconds" in score.why
+
+
+def test_an_answer_that_is_empty_or_whose_score_fails_is_wrong(tmp_path, caplog):
+    config, tokenizer = config_of(tmp_path, "Fussy"), chat_folder(tmp_path / "model", "qwen2_5")
+    environment = make_environment(config)
+    (row,) = Prompts(config, tokenizer).render_all(environment.rows("train"))
+    with contextlib.closing(chat_pool(config, environment, tokenizer)) as pool:
+        for answer, failed in (("", False), ("It is 5", True)):
+            trajectory = Trajectory(chat_turn(tokenizer, call("add", a=3)), "a:1")
+            trajectory.add_reply(pool.step(row, trajectory).result())
+            trajectory.add_turn(chat_turn(tokenizer, answer), "a:1")
+            score = pool.step(row, trajectory).result()
+            assert (score.reward, score.correct, score.excluded, score.failed) == (-1.0, False, False, failed)
+            assert score.metrics["ended/done"] == 1 and score.turns == (0.0, -1.0)
+        assert score.metrics["tool_calls"] == 1 and score.metrics["rewards/environment/errors"] == 1
+    line = f"{tmp_path}/adding.py:Fussy: failed: KeyError: 'It is 5' (adding.py line"
+    assert line in score.why and line in caplog.text and "counts as wrong (logged once)" in caplog.text
 
 
 def test_an_answer_is_scored_without_its_episode(tmp_path):
