@@ -107,7 +107,8 @@ class OpenShell:
     def run(
         self, command: str, *, files: Mapping[str, str] | None = None, seconds: float | None = None
     ) -> sandbox.ProgramResult:
-        """Runs a command of the environment, for a score: in the folder, with the initial variables.
+        """Runs a command of the environment, for a score: in the folder, with the initial variables and a HOME that
+        cannot be written.
 
         Args:
             files: {path: text} to write first.
@@ -237,6 +238,8 @@ def call(kind, *arguments):
 def shell(program, command, is_kept):
     os.dup2(1, 2)
     variables = {{**os.environ, "PATH": "{PYTHON_FOLDER}:{_PATH}", "PYTHONDONTWRITEBYTECODE": "1"}}
+    if not is_kept:  # programs read settings from HOME, Python even code, and the policy may write in its own
+        variables |= {{"HOME": "/", "PYTHONNOUSERSITE": "1"}}
     name = os.path.basename(program)
     os.execve(program, [name, "-c", KEPT if is_kept else 'eval "$1"', name, command], variables)
 

@@ -176,6 +176,13 @@ class TestScores:
         assert agent.sh("python") == "exit status 0\n[0, 2, 4]\n"
         assert agent.answers() is False
 
+    def test_hidden_tests_do_not_run_what_the_policy_left_at_home(self, begin):
+        agent = begin(Shell(FILES))
+        agent.sh("mkdir -p $(python -m site --user-site)")
+        agent.sh("echo \"import os; os.write(1, b'[0, 2, 4]\\n'); os._exit(0)\" > $(python -m site --user-site)/a.pth")
+        assert agent.sh("python hidden.py") == "exit status 0\n[0, 2, 4]\n"
+        assert agent.answers() is False
+
     def test_files_that_cannot_be_written_fail_the_episode(self, begin):
         for files, line in (
             ({"../a": ""}, r"\.\./a is not below /tmp/work"),
