@@ -49,6 +49,7 @@ class ChatTemplate:
         self._check(arguments, "config.environment.template_arguments")
         self._arguments = {**tokens, **arguments}
         self._roles = set[str]()  # that it is known to write behind an answer
+        self._places = set[tuple[str, bool]]()  # (role, whether it is the first message) that it is known to write
 
     def with_arguments(self, arguments: Mapping[str, Any], setting: str) -> "ChatTemplate":
         """The template with further arguments. setting: the one with them, named by a ValueError as above."""
@@ -96,6 +97,18 @@ class ChatTemplate:
             if _ANSWER not in self._behind_turn([{"role": role, "content": _ANSWER}]):
                 raise ValueError(f"{self.file}: the chat template does not write a {role} message behind an answer")
             self._roles.add(role)
+
+    def check_written(self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Raises ValueError if the template leaves out one of these messages that is neither the user's nor the
+        assistant's; each role is tried once as the first message, and once behind it. Raises as `render`, too."""
+        for at, message in enumerate(messages):
+            place = message["role"], at == 0
+            if place[0] in ("user", "assistant") or place in self._places or not message["content"].strip():
+                continue
+            tried = [*messages[:at], {**message, "content": _TURN}, *messages[at + 1 :]]
+            if _TURN not in self.render(tried, tools=tools):
+                raise ValueError(f"{self.file}: the chat template does not write a {place[0]} message")
+            self._places.add(place)
 
     def _behind_turn(self, messages: Messages) -> str:
         asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]

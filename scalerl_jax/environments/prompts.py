@@ -98,6 +98,7 @@ class Prompts:
     def ask(self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The prompt's text for messages that `complete` returned. Raises ValueError, one line."""
         text = self.template().render(messages, tools=tools)
+        self.template().check_written(messages, tools=tools)
         self._count(text, "rendered")
         self._counts["tools"] += bool(tools)
         return text

@@ -170,20 +170,20 @@ def test_a_training_prompt_that_is_held_out_is_left_out(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("validation", [True, False])
 @pytest.mark.parametrize(
-    ("system_prompt", "template"),
+    ("system_prompt", "role", "template"),
     [
-        ("Be brief.", "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"),
-        ("", "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"),
+        ("Be brief.", "system", "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"),
+        ("", "assistant", "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}<assistant>"),
     ],
 )
-def test_prompts_are_the_same_by_what_is_asked(tokenizer, tmp_path, system_prompt, template, validation):
-    """The system message differs, and is replaced by the config's, or not shown by the template."""
+def test_prompts_are_the_same_by_what_is_asked(tokenizer, tmp_path, system_prompt, role, template, validation):
+    """The first message differs: the system's, which the config replaces, or one that the template does not show."""
     shutil.copytree(tokenizer.path, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").write_text(template)
 
-    def row(system, asked):
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": f"{asked}?"}]
-        return {"prompt": messages if system else f"{asked}?", "answer": "1"}
+    def row(first, asked):
+        messages = [{"role": role, "content": first}, {"role": "user", "content": f"{asked}?"}]
+        return {"prompt": messages if first else f"{asked}?", "answer": "1"}
 
     held_out = [row("You are kind.", n) for n in range(8)]
     config = file_config(

@@ -122,6 +122,16 @@ def test_a_row_that_cannot_be_rendered_is_named(folders, messages, fields, expec
         rendered(folders["qwen3"], row_of(messages=messages), **fields)
 
 
+def test_a_message_that_the_template_leaves_out_is_refused(folders):
+    system, tool = {"role": "system", "content": "Add."}, {"role": "tool", "content": "4"}
+    for style, messages in (("qwen3", [system, CHAT[0], tool]), ("deepseek_r1", [CHAT[0], system])):
+        assert "Add." in rendered(folders[style], row_of(messages=messages)).text
+    for style, role in (("qwen3", "developer"), ("deepseek_r1", "tool")):
+        said = rf"^FILE row 3: .*jinja: the chat template does not write a {role} message$"
+        with pytest.raises(ValueError, match=said):
+            rendered(folders[style], row_of(messages=[{"role": role, "content": "?"}, CHAT[0]]))
+
+
 def test_what_the_template_raises_names_file_and_row(folders):
     messages = ({"role": "user", "content": "a"}, {"role": "system", "content": "b"})
     with pytest.raises(

@@ -208,6 +208,17 @@ def test_a_chat_without_a_turn_to_learn(folders, messages, said):
         trained_of(folders["qwen2_5"], messages)
 
 
+def test_a_message_that_the_template_leaves_out_is_refused(folders):
+    said = ("human", "2+2?"), ("function_call", "add(2, 2)"), ("observation", "four"), ("gpt", "4")
+    chat = read_messages([{"from": role, "value": text} for role, text in said])
+    with pytest.raises(ValueError, match=r"qwen3.*jinja: the chat template does not write a function_call message$"):
+        trained_of(folders["qwen3"], chat)
+    assert "four" in trained_of(folders["marked"], chat)[0]
+    system = {"role": "system", "content": "Be brief."}
+    for before in ([system], [{**system, "content": ""}], [QUESTION, PLAIN, system]):
+        assert trained_of(folders["qwen3"], [*before, MORE, SEVEN])[1]
+
+
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}])
 @pytest.mark.parametrize("style", ["qwen2_5", "marked"])
 def test_turns_of_weight_0_are_context(folders, style, mark):
