@@ -54,7 +54,7 @@ class Reader:
                 if source.layout and not layouts.has(columns, LAYOUTS[source.layout]):
                     self._others[source.layout] += 1
                     continue
-                row = self._row(name, columns, source)
+                row = self._row(name, columns, source, split)
                 if row is None:
                     continue
                 tasks = tasks or columns_lib.find(columns, task) is not columns_lib.MISSING
@@ -97,22 +97,33 @@ class Reader:
                 )
         return found
 
-    def _row(self, name: str, columns: Mapping[str, Any], source: Source) -> Row | None:
+    def _row(self, name: str, columns: Mapping[str, Any], source: Source, split: str) -> Row | None:
         """The row made from the columns; None if it is malformed."""
+        finished = columns
         try:
             if source.layout:
                 layout = LAYOUTS[source.layout]
                 row = layouts.make_row(columns, layout)
-                columns = layouts.with_tests(columns, layout, self._environment.columns.tests)
+                finished = layouts.with_tests(columns, layout, self._environment.columns.tests)
             else:
                 row = columns_lib.make_row(columns, self._environment.columns, needs_answer=self._kind == "math")
                 self._suspect(row, name, source)
             if self._finish is not None:
-                row = self._finish(row, columns)
+                row = self._finish(row, finished)
         except ValueError as error:
-            self._malformed.skip(name, f"{error}{self._hint(columns, source)}")
+            if split == "train" and self._left_out(name, columns):
+                self._filtered += 1
+            else:
+                self._malformed.skip(name, f"{error}{self._hint(columns, source)}")
             return None
         return row
+
+    def _left_out(self, name: str, columns: Mapping[str, Any]) -> bool:
+        """Whether the filter leaves out a malformed row, if its columns alone say so."""
+        try:
+            return not self._filter.keeps(name, columns)
+        except ValueError:
+            return False
 
     def _keeps(self, row: Row, name: str, columns: Mapping[str, Any]) -> bool:
         made = {"prompt": row.text, "answer": row.answer, "task": row.task}

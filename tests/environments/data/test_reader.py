@@ -226,6 +226,20 @@ def test_a_filter_sees_the_columns(tmp_path):
         rows_of(config_of(f"polaris:{path}", filter="levl > 3"))
 
 
+def test_a_row_that_the_filter_leaves_out_may_be_malformed(tmp_path):
+    rows = [{"prompt": "1?", "answer": "1"}, {"prompt": "2?", "answer": None}, {"prompt": "3?", "answer": ""}]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    reader = Reader(config_of(path, filter="column('answer', None) is not None and answer != ''"))
+    assert [row.text for row in reader.rows("train")] == ["1?"]
+    assert reader.notes() == ["rows left out by config.environment.filter: 2"]
+    for wanted, given in (("prompt != '3?'", rows), ("levl > 3", rows[1:])):  # true, and no column of the row
+        bad = jsonl(tmp_path / "bad.jsonl", given)
+        with pytest.raises(ValueError, match=r"bad\.jsonl row [12]: 'answer' is not a text, or is empty"):
+            rows_of(config_of(bad, filter=wanted))
+    with pytest.raises(ValueError, match=r"rows\.jsonl row 2: 'answer' is not a text, or is empty"):
+        rows_of(config_of("", validation=path, filter="prompt == '1?'"), split="validation")
+
+
 def test_what_is_evaluated_on_has_no_weight(tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b"}])
     config = config_of(path, validation=f"{path}*3")
