@@ -2,13 +2,14 @@
 
 import dataclasses
 import re
+from collections.abc import Iterable
 
 from absl import flags
 
 from scalerl_jax import config_check
 from scalerl_jax.cli import entry
 from scalerl_jax.config import Config, EnvironmentConfig
-from scalerl_jax.config_io import GivenConfig, load_file
+from scalerl_jax.config_io import GivenConfig, load_file, override
 from scalerl_jax.environments import parts
 from scalerl_jax.environments.load import place_of
 
@@ -17,7 +18,10 @@ FLAGS = flags.FLAGS
 _KEPT = (
     *("chat_template", "template_arguments", "history", "system_prompt", "prompt_suffix", "long_prompts", "options"),
     *("minimum_terms", "maximum_terms", "sandbox", "verifier_processes", "verifier_seconds", "verifier_memory_bytes"),
+    *("correct_at", "reward_seconds", "tool_characters", "turn_seconds", "episode_seconds", "agents"),
 )
+_GROUP = "environment."  # the names of overrides that apply to each environment
+_CHOSEN = ("name", "validation")  # fields that --environment gives
 
 
 def asked(given: GivenConfig) -> Config:
@@ -44,7 +48,8 @@ def asked(given: GivenConfig) -> Config:
     if values.environment:
         config.evaluation.prompts = values.prompts or config.evaluation.prompts
         with entry.user_mistakes(before="--environment: "):
-            chosen = [environment_of(text, config.environment) for text in values.environment]
+            overrides = [pair for pair in given.overrides if pair[0].startswith(_GROUP)]
+            chosen = [environment_of(text, config.environment, overrides) for text in values.environment]
         if len(chosen) == 1:
             config.environment, config.mixture = chosen[0], {}
         else:
@@ -84,10 +89,19 @@ def asked_alike(config: Config, given: GivenConfig) -> EnvironmentConfig:
     return first.environment
 
 
-def environment_of(text: str, base: EnvironmentConfig) -> EnvironmentConfig:
+def environment_of(text: str, base: EnvironmentConfig, overrides: Iterable[tuple[str, str]]) -> EnvironmentConfig:
     """The environment that one --environment names. Raises ValueError if it names none.
 
     base: gives how prompts are rendered and the limits for scoring; the data and rewards are the environment's own.
+    overrides: (dotted name below the config, text) of fields that are given for it.
     """
     name, where = place_of(text)
-    return EnvironmentConfig(name=name, validation=where, **{field: getattr(base, field) for field in _KEPT})
+    kept = {field: getattr(base, field) for field in _KEPT}
+    config = Config(environment=EnvironmentConfig(name=name, validation=where, **kept))
+    for path, value in overrides:
+        if path.removeprefix(_GROUP) in _CHOSEN:
+            raise ValueError(
+                f"{text} says what is evaluated, and --config.{path}={value} says it too: give one of them"
+            )
+        override(config, path, value)
+    return config.environment

@@ -194,6 +194,18 @@ def test_step_0_of_a_run_has_the_adapter_that_it_started_from(model, tmp_path):
     assert key_of(config, str(tmp_path), 0, {}) != key_of(config, "", 0, {})
 
 
+def give_flags(monkeypatch, *, environment=("arithmetic",), **texts):
+    """Flags of scalerl-eval as evaluation_request reads them."""
+    values = flags.FlagValues()
+    for name, value in {"model": "", "workdir": "", "steps": "all", **texts}.items():
+        flags.DEFINE_string(name, value, "", flag_values=values)
+    for name in ("samples", "prompts"):
+        flags.DEFINE_integer(name, 0, "", flag_values=values)
+    flags.DEFINE_list("environment", [*environment], "", flag_values=values)
+    values([""])
+    monkeypatch.setattr(evaluation_request, "FLAGS", values)
+
+
 @pytest.mark.parametrize("file", [True, False])
 def test_other_environments_are_asked_as_those_of_a_mixture(tmp_path, monkeypatch, file):
     parts = "".join(
@@ -207,14 +219,7 @@ def test_other_environments_are_asked_as_those_of_a_mixture(tmp_path, monkeypatc
         f"    config = Config()\n{parts}    return config\n"
     )
     (tmp_path / "config.json").write_text(to_json(load_file(str(path))))
-    values = flags.FlagValues()
-    for name, value in {"model": "policy" * file, "workdir": str(tmp_path) * (not file), "steps": "all"}.items():
-        flags.DEFINE_string(name, value, "", flag_values=values)
-    for name in ("samples", "prompts"):
-        flags.DEFINE_integer(name, 0, "", flag_values=values)
-    flags.DEFINE_list("environment", ["arithmetic"], "", flag_values=values)
-    values([""])
-    monkeypatch.setattr(evaluation_request, "FLAGS", values)
+    give_flags(monkeypatch, model="policy" * file, workdir=str(tmp_path) * (not file))
     given = GivenConfig(str(path) if file else "", ())
     differ = r"config.mixture.one.verifier_seconds=60.0, config.mixture.two.verifier_seconds=70.0"
     with pytest.raises(UserError, match=differ):
@@ -222,6 +227,24 @@ def test_other_environments_are_asked_as_those_of_a_mixture(tmp_path, monkeypatc
     config = evaluation_request.asked(dataclasses.replace(given, overrides=(("environment.verifier_seconds", "80"),)))
     assert (config.environment.prompt_suffix, config.environment.verifier_seconds) == (" Answer:", 80)
     assert config.mixture == {}
+
+
+def test_fields_that_flags_give_are_those_of_each_environment(tmp_path, monkeypatch):
+    start = Config()
+    start.environment.name, start.environment.columns.prompt, start.environment.reward = "math", "problem", "judge"
+    start.environment.turn_seconds, start.environment.correct_at = 7.0, 0.5
+    (tmp_path / "config.json").write_text(to_json(start))
+    (tmp_path / "rows.jsonl").write_text("")
+    give_flags(monkeypatch, workdir=str(tmp_path), environment=(f"{tmp_path}/rows.jsonl", "arithmetic"))
+    given = GivenConfig("", (("environment.columns.answer", "solution"), ("environment.max_malformed_rows", "3")))
+    first, second = evaluation_request.asked(given).mixture.values()
+    for one in (first, second):
+        assert (one.turn_seconds, one.correct_at, one.max_malformed_rows) == (7.0, 0.5, 3)
+        assert (one.columns.prompt, one.columns.answer, one.reward) == ("prompt", "solution", "")
+    assert (first.name, second.name) == ("math", "arithmetic")
+    given = GivenConfig("", (("environment.validation", "other.jsonl"),))
+    with pytest.raises(UserError, match=r"^--environment: .*rows\.jsonl says .* --config\.environment\.validation="):
+        evaluation_request.asked(given)
 
 
 @pytest.mark.slow
