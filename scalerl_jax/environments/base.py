@@ -175,6 +175,8 @@ class Environment:
     prepare: Callable[[], None] | None = None
     # Called after `prepare`, with the columns that rows have in `extra`; ScorerError aborts the start.
     check: Callable[[Collection[str]], None] | None = None
+    # Called with each row that is to be scored, in the run's process; ScorerError aborts the start.
+    check_row: Callable[[Row], None] | None = None
     # Wall-clock seconds that a score may wait for others, in addition to its CPU time: for programs, a judge.
     waits_seconds: float = 0.0
     # Sampling weight of each source that rows name, relative to the others. Empty: all rows are pooled.

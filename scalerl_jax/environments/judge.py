@@ -24,6 +24,7 @@ config.environment.verifier_processes calls are made concurrently.
 import asyncio
 import collections
 import contextlib
+import functools
 import hashlib
 import math
 import os
@@ -75,7 +76,6 @@ class Judge:
     def __init__(self, config: Config):
         self._config = judge = config.environment.judge
         self._correct_at = config.environment.correct_at
-        self._template = ""
         self._client: Any = None
         self._runner = asyncio.Runner()
         self._headers: dict[str, Any] = {}
@@ -95,7 +95,6 @@ class Judge:
             raise ValueError(
                 "config.environment.reward=judge: needs the package openai: pip install 'scalerl-jax[environments]'"
             ) from None
-        self._template = _read(self._config.template, f"{where}.template") if self._config.template else TEMPLATE
         if "completion" not in _PLACE.findall(self._template):
             raise ValueError(f"{where}.template={self._config.template}: {{completion}} does not stand in it")
         if self._config.cache:
@@ -109,8 +108,25 @@ class Judge:
         self._headers = {} if key else {"Authorization": openai.Omit()}
         self._repeated(self._list_models)
 
+    @functools.cached_property
+    def _template(self) -> str:
+        """Raises ValueError, one line, if its file cannot be read."""
+        file = self._config.template
+        return _read(file, "config.environment.judge.template") if file else TEMPLATE
+
+    def check(self, row: Row) -> None:
+        """Raises ScorerError if the question has a place for the right answer, and the row has none; ValueError, one
+        line, if the template cannot be read."""
+        if not row.answer and "answer" in _PLACE.findall(self._template):
+            which = f"={self._config.template}" if self._config.template else ", the default one,"
+            raise ScorerError(
+                f"{row.name or 'a row'} has no answer, and config.environment.judge.template{which} asks with "
+                "{answer}: a template without it judges such rows"
+            )
+
     def score(self, row: Row, completion: Completion) -> Score:
-        """Raises ScorerError if the judge does not reply, ScoreFailed if its reply has no verdict."""
+        """Raises ScorerError if the judge does not reply, and as `check`; ScoreFailed if its reply has no verdict."""
+        self.check(row)
         given: dict[str, Any] = {
             **row.extra,
             "prompt": asked(row),

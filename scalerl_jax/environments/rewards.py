@@ -91,7 +91,7 @@ def with_rewards(environment: Environment, config: Config) -> Environment:
 
     return dataclasses.replace(
         environment, score=score, prepare=prepare, in_processes=True, reads_thinking=True, waits_seconds=waits,
-        check=check, deterministic=lambda: all(deterministic),
+        check=check, check_row=asks.check if asks is not None else None, deterministic=lambda: all(deterministic),
     )  # fmt: skip
 
 

@@ -110,6 +110,11 @@ class Scorer:
                 columns: dict[str, set[str]] = {}
                 for row in rows or ():
                     columns.setdefault(row.environment, set()).update(map(str, row.extra))
+                    if (check := environments[row.environment].check_row) is not None:
+                        try:
+                            check(row)
+                        except ValueError as error:
+                            raise ScorerError(parts.as_written(row.environment, str(error))) from error
                 self._pool.prepare(everywhere=everywhere, columns=columns)
         except ValueError as error:
             self.__exit__()

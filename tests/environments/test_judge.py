@@ -14,6 +14,7 @@ from scalerl_jax.environments import Completion, Row, judge
 from scalerl_jax.environments.base import ScoreFailed, ScorerError
 from scalerl_jax.environments.judge import Judge, judged
 from scalerl_jax.environments.load import make_environment
+from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.scorer_pool import ScorerPool
 
 LATE = "after everything else"
@@ -264,6 +265,22 @@ def test_what_is_missing_is_one_line(endpoint, tmp_path):
             server.judge(**fields)
     with pytest.raises(ScorerError, match=r"\{difficulty\} is no column; the row has level, prompt"):
         server.judge(template=str(tmp_path / "columns.txt")).score(ROW, SAID)
+
+
+def test_a_row_without_an_answer_is_not_asked_about_its_answer(endpoint, tmp_path):
+    """With the rows of a run at its start, and in a mixture by the names that the user gave."""
+    server, row = endpoint("yes"), Row("2+2?", name="FILE row 3", environment="sums")
+    line = r"^FILE row 3 has no answer, and config\.environment\.judge\.template, the default one, asks with \{answer\}"
+    with pytest.raises(ScorerError, match=line):
+        server.judge().score(row, SAID)
+    config = server.config()
+    config.mixture = {"sums": config.environment}
+    with pytest.raises(ScorerError, match=line.replace("environment", "mixture.sums")):
+        Scorer(config, decode=str, rows=[row])
+    assert not server.asked
+    template = tmp_path / "template.txt"
+    template.write_text("{prompt} {completion}")
+    assert server.judge(template=str(template)).score(row, SAID).correct
 
 
 def test_in_the_processes_that_score(endpoint):
