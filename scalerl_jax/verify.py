@@ -69,7 +69,9 @@ class Judged:
 def read_rows(paths: Sequence[str], config: Config) -> Iterator[tuple[Mapping[str, Any], Row]]:
     """(columns, row) of each row of the files. Raises ValueError naming file and row."""
     configs = parts.configs(config)
-    malformed = MalformedRows.of(config.environment)
+    limits = {part: alone.environment.max_malformed_rows for part, alone in configs.items()}
+    part = max(limits, key=lambda part: limits[part])
+    malformed = MalformedRows(field=parts.field(part, "max_malformed_rows"), most=limits[part])
     for given in paths:
         layout, path = _layout(given)
         for name, found in read_file(path, malformed):

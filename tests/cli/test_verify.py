@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scalerl_jax import verify
-from scalerl_jax.config import Config
+from scalerl_jax.config import Config, EnvironmentConfig
 from tests.support.chat_folders import chat_folder
 from tests.support.processes import run_python
 
@@ -146,6 +146,17 @@ def test_malformed_rows_are_skipped_up_to_a_limit(folder):
     done = run(folder, "bad.jsonl", "--environment=arithmetic", "--config.environment.max_malformed_rows=1")
     assert done.returncode == 0 and "1 rows: 1 correct" in done.stdout
     assert "left out" in done.stderr and "bad.jsonl row 2: has no text 'completion'" in done.stderr
+
+
+def test_malformed_rows_of_a_mixture_are_skipped_up_to_the_most_of_its_parts(tmp_path, capsys):
+    jsonl(tmp_path / "bad.jsonl", [{"completion": "1", "environment": "one"}, {"environment": "one"}])
+    config = Config()
+    config.mixture = {name: EnvironmentConfig(reward="judge") for name in ("one", "two")}
+    with pytest.raises(ValueError, match=r"row 2: has no text .* \(config\.mixture\.one\.max_malformed_rows lets such"):
+        list(verify.read_rows([f"{tmp_path}/bad.jsonl"], config))
+    config.mixture["two"].max_malformed_rows = 1
+    assert len(list(verify.read_rows([f"{tmp_path}/bad.jsonl"], config))) == 1
+    assert "malformed rows left out: 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
