@@ -103,8 +103,8 @@ def read_tests(value: Any, name: str, function: str = "") -> Tests:
     if isinstance(value, Mapping) and "assert_case" in value:
         value = value["assert_case"]
     if isinstance(value, Mapping) and "test_code" in value:
-        called = str(value.get("entry_point", ""))
-        tests = code_asserts.of_check(str(value["test_code"]), called, repr(name))
+        code, called = str(value["test_code"]), value.get("entry_point")
+        tests = code_asserts.of_check(code, str(called), repr(name)) if called else [code]
         return code_asserts.read(tests, setup=str(value.get("import_prefix") or ""), where=repr(name))
     if _is_list(value) and value and all(isinstance(test, str) for test in value):
         return code_asserts.read(list(value), where=repr(name))

@@ -169,6 +169,7 @@ def test_a_function_named_like_a_builtin_is_the_programs_if_tests_call_no_other(
         ({"test": "import pytest\n@pytest.mark.skip\ndef test_a(): pass"}, r"uses pytest\.mark: of pytest there are"),
         ({"test": "from solution import Bank\ndef test_a(): Bank()"}, "is of a class, Bank: only what functions give"),
         ({"test": CHECK}, r"test 1 of 'test' tests nothing: .* \(check\(candidate\) needs the column entry_point\)"),
+        ({"tests": {"test_code": CHECK}}, r"test 1 of 'tests' tests nothing: .* needs the column entry_point\)"),
         ({"test": "def test(): assert f(1)"}, "test 1 of 'test' tests nothing: "),
         ({"test": "async def test_a(): assert f(1)"}, "test 1 of 'test' has async def test_a, which nothing awaits"),
         ({"test": "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): assert f(1)\n"
