@@ -128,11 +128,9 @@ def launch_files(config: Config, target: str, *, name: str, workdir: str, folder
 def cluster_name(text: str) -> str:
     """The valid cluster name nearest to `text`; a long one ends with a digest of it."""
     name = re.sub("[^a-z0-9-]", "-", text.lower())
-    return (
-        name
-        if len(name) <= LONGEST_NAME
-        else f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    )
+    if len(name) > LONGEST_NAME:
+        name = f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return name
 
 
 def _files(settings: Settings, target: str, folder: str) -> list[rendered.RenderedFile]:

@@ -170,11 +170,10 @@ class _StudyRun:
         for flag in (launch_flags.NAME, launch_flags.OUT, launch_flags.WORKDIR):
             if flag.present:
                 raise UserError(f"--{flag.name}: is every run's own in a study")
-        where = os.path.join(workdir, "launch")
+        where, study = os.path.join(workdir, "launch"), render.cluster_name(os.path.basename(workdir))
         made = {}
         for name in self.chosen:
             # On a shared file system the run's folder is in the study's; on Kubernetes it is on the cluster's volume.
-            study = render.cluster_name(os.path.basename(workdir))
             run_folder = {
                 "slurm": os.path.join(workdir, "runs", name),
                 "kubernetes": f"/runs/{study}/{name}",
